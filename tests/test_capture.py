@@ -269,3 +269,22 @@ def test_the_gradient_of_what_an_unfollowed_object_holds_is_refused_and_not_told
 def test_the_sites_of_a_lazy_model_are_refused():
     with pytest.raises(gaff.PlanError, match="not initialised yet"):
         gaff.sites(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_a_value_kept_without_the_graph_that_was_asked_for_is_told():
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    with gaff.capture(model, ":output", graph=True) as got, torch.no_grad():
+        model(x)
+    assert "without its autograd graph: grad mode was off there" in str(got.receipt)
+    with gaff.capture(model, ":output", graph=True) as got:
+        model(x)
+    assert "without its autograd graph" not in str(got.receipt)
+
+
+def test_torchscript_is_told_why_it_cannot_compile():
+    model = nn.Linear(4, 3)
+    with (
+        gaff.capture(model, gaff.maybe(":output")),
+        pytest.raises(Exception, match="while a gaff session is open on it"),
+    ):
+        torch.jit.script(model)

@@ -816,3 +816,20 @@ def test_a_limit_of_each_element_needs_no_norm():
     with gaff.clip_gradients(optimizer, value=1.0):
         optimizer.step()
     assert parameter.tolist() == [-1.0, 0.5]
+
+
+def test_parameters_that_are_new_are_limited_in_their_first_step_too():
+    """What backward brought them, before anybody followed them, is limited when the step comes."""
+    torch.manual_seed(0)
+    model, more, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), nn.Linear(3, 3), torch.randn(5, 4)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gaff.clip_gradients(optimizer, norm=0.1, per="tensor", when="backward", model=model) as handle:
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": list(more.parameters())})
+        before = {one: one.detach().clone() for one in [*model.parameters(), *more.parameters()]}
+        more(model(x)).pow(2).sum().backward()
+        assert max(one.grad.norm() for one in before) > 1
+        optimizer.step()
+    assert all((one - old).norm() <= 0.1001 * 0.1 for one, old in before.items())
+    assert "6 clipped" in str(handle.audit)

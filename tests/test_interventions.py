@@ -183,3 +183,67 @@ def test_an_attribution_by_gradients_of_a_mask_over_heads(setting):
     with gaff.edit(model, {"blocks.1.attn.mix": place}), torch.no_grad():
         moved = model(base).double().logsumexp(-1).sum() - y.detach().double().logsumexp(-1).sum()
     assert (-moved / step).item() == pytest.approx(gates["blocks.1.attn.mix"].grad[3].item(), rel=0.05, abs=1e-3)
+
+
+class Writes(nn.Module):
+    """A module that writes into what it is given, and a model that uses that tensor once more."""
+
+    def forward(self, h):
+        return h.mul_(2)
+
+
+class Reuses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.writes = nn.Linear(4, 4), Writes()
+
+    def forward(self, x):
+        h = self.linear(x) * 1.0
+        return self.writes(h).sum() + h.pow(2).sum()
+
+
+@pytest.mark.parametrize("edit", [edits.stop(), lambda t: t.detach(), lambda t: t.data, lambda t: t.view_as(t)])
+def test_what_a_module_writes_into_an_edited_input_does_not_reach_the_old_one(edit):
+    model, x = Reuses(), torch.randn(3, 4)
+    h = model.linear(x)
+    with gaff.edit(model, {"writes:input": edit}):
+        loss = model(x)
+    torch.testing.assert_close(loss, 2 * h.sum() + h.pow(2).sum())
+
+
+def test_a_skip_that_another_forward_has_taken_the_place_of_is_an_error():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    with pytest.raises(gaff.ExactnessError, match="1: the edit cannot be made: another forward was put on the module"):
+        with gaff.edit(model, {"1": edits.skip()}):
+            assert torch.equal(model(x), model[0](x))
+            model[1].forward = lambda t: t * 9
+            model(x)
+    del model[1].forward
+    with gaff.edit(model, {"1": edits.skip()}):
+        known = model[1].forward
+        model[1].forward = lambda t: known(t)  # asks the one that was there: all is well
+        assert torch.equal(model(x), model[0](x))
+    del model[1].forward
+
+
+def test_an_edit_that_makes_infinities_changes_infinitely_much():
+    model = nn.Linear(4, 6)
+    with gaff.edit(model, {":output": edits.fill(float("inf"))}) as editing:
+        model(torch.randn(5, 4))
+    [row] = editing.receipt.rows
+    assert (row.changed, row.added_nonfinite, row.delta) == (30, 30, float("inf"))
+
+
+def test_parameters_are_edited_where_hooks_on_what_is_saved_are_forbidden():
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    truth = torch.nn.functional.linear(x, model.weight * 0.5, model.bias)
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        with gaff.edit(model, {"weight:param": edits.scale(0.5)}):
+            assert torch.equal(model(x), truth)
+
+
+def test_of_two_skips_of_one_module_the_first_says_who_came_before_it():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    with pytest.raises(gaff.NeverFiredError, match="another session skips the module, too"):
+        with gaff.edit(model, {"1": edits.skip()}), gaff.edit(model, {"1": edits.skip()}):
+            assert torch.equal(model(x), model[0](x))

@@ -389,3 +389,18 @@ def test_squares_that_float32_cannot_add_up_are_refused(size):
 def test_complex_parameters_are_refused():
     with pytest.raises(gaff.PlanError, match="0: its parameters are complex: expected real ones"):
         gaff.sample_norms(nn.Sequential(nn.Linear(4, 3, dtype=torch.complex64)))
+
+
+def test_norms_beside_an_edited_parameter():
+    """Other parameters' norms are told; of the edited one the layer accounts for another gradient, which is refused."""
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(5, 4)
+    for names in (("2",), ("0", "2")):
+        with gaff.edit(model, {"0.weight:param": gaff.edits.scale(0.5)}), gaff.sample_norms(model, *names) as norms:
+            model(x).pow(2).sum(1).mean().backward()
+        if "0" in names:
+            with pytest.raises(gaff.ExactnessError, match="0.weight: the layers that are followed account for a part"):
+                norms["0.weight"]
+        else:
+            hidden = torch.tanh(torch.nn.functional.linear(x, model[0].weight * 0.5, model[0].bias))
+            truth = (2 * model[2](hidden)).norm(dim=1)
+            torch.testing.assert_close(norms["2.bias"], truth.detach())

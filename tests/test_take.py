@@ -149,3 +149,22 @@ def test_features_without_rows_of_their_own_are_not_joined():
         gaff.take(model, ":output[0]").over([])
     with pytest.raises(gaff.PlanError, match="inputs=0 cannot be called"):
         gaff.take(model, ":output[0]").over(loader, inputs=0)
+
+
+@pytest.mark.parametrize("inside", ["1", gaff.maybe("1")])
+def test_a_model_that_holds_an_extractor_is_taken_from(inside):
+    """The inner extractor must not take the outer one's early stop for its own."""
+    body = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    class Big(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.features = gaff.take(body, inside)
+            self.head = nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.head(self.features(x)["1"])
+
+    x = torch.randn(5, 3)
+    found = gaff.take(Big(), "features.model.0")(x)
+    assert torch.equal(found["features.model.0"], body[0](x))

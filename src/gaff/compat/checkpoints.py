@@ -6,6 +6,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -145,6 +146,16 @@ def _all_pack_hooks() -> list[Any]:
     return found
 
 
+def saved_plainly() -> AbstractContextManager[Any]:
+    """What is saved for backward inside is kept as it is, unseen by a checkpoint around, which counts what it sees.
+
+    Where such hooks are forbidden (``disable_saved_tensors_hooks``), no checkpoint can be around.
+    """
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda held: held, lambda held: held)
+
+
 def _checkpoint_of(pack: Any) -> tuple[weakref.ref[Any], bool, weakref.ref[Any]] | None:
     """The frame that a checkpoint's own pack hook closes over: itself in forward, weakly in a recomputation."""
     waiting = [pack]
@@ -172,8 +183,13 @@ def sees_checkpoints() -> bool:
         seen.append(enclosing())
         return x.sin().sin()
 
-    plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with outside_modes(), plain, torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with (
+        outside_modes(),
+        saved_plainly(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
         x = torch.zeros(1, device="cpu", requires_grad=True)
         checkpoint(region, x, use_reentrant=False, preserve_rng_state=False).backward()
     chains = [chain[0] for chain in seen if chain]

@@ -229,7 +229,7 @@ class Reverse:
 
 @dataclass(frozen=True, eq=False)
 class Stop:
-    """No gradient: zeros in its place. On a value: passes it as it is, cut off from the autograd graph."""
+    """No gradient: zeros in its place. On a value: passes a copy of it on, cut off from the autograd graph."""
 
     is_pure = True
     acts_on_parts = True
@@ -238,8 +238,8 @@ class Stop:
     uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
-        """Zeros for a gradient; for a value a detached alias, which shares its memory."""
-        return torch.zeros_like(tensor) if event.is_gradient else tensor.detach()
+        """Zeros for a gradient; for a value a copy, since the model may write into what it is given."""
+        return torch.zeros_like(tensor) if event.is_gradient else tensor.detach().clone()
 
 
 @dataclass(frozen=True, eq=False)

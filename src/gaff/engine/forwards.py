@@ -18,6 +18,13 @@ from torch import nn
 Around = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
+def users_forward(found: Any) -> Any:
+    """Of what stands as ``forward`` on an instance what its user has put there, below all stand-ins, or None."""
+    while isinstance(found, StandIn):
+        found = found._before
+    return found
+
+
 class StandIn:
     """Stands as ``forward`` on one module from its making until ``remove``.
 
@@ -70,16 +77,9 @@ class StandIn:
             before = before._before
         return before
 
-    def _users(self) -> Any:
-        """What the user had on the instance, below all stand-ins; None for the method of the class."""
-        before = self._before
-        while isinstance(before, StandIn):
-            before = before._before
-        return before
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copied module gets a copy of what its user had put there, or its own class's method."""
-        users = self._users()
+        users = users_forward(self)
         if users is not None:
             return copy.deepcopy(users, memo)
         copied = memo.get(id(self._module), self._module)
@@ -87,7 +87,7 @@ class StandIn:
 
     def __reduce__(self) -> Any:
         """A pickle holds what the user had put there, or the module's own method: never anything of gaff's."""
-        users = self._users()
+        users = users_forward(self)
         if users is not None:
             return cast, (None, users)  # which is its second argument, and of the standard library
         return getattr, (self._module, "forward")  # whose class answers, since it is read before its attributes

@@ -37,6 +37,13 @@ class Hook(partial):  # type: ignore[type-arg]  # the one subclass of a concrete
 
     __slots__ = ()
 
+    @property
+    def __name__(self) -> str:
+        """None, as of any partial; the error is for ``torch.jit.script``, which compiles the hooks of a module."""
+        raise AttributeError(
+            "TorchScript cannot compile a module while a gaff session is open on it: expected it to be closed first"
+        )
+
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")  # of the standard library: a pickle must not need gaff
 

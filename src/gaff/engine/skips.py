@@ -12,8 +12,15 @@ from typing import Any
 from gaff.compat.autograd import backward_task
 from gaff.engine.clock import Frame
 from gaff.engine.crossing import Crossing
+from gaff.engine.forwards import StandIn
 from gaff.engine.node import Node
 from gaff.engine.streams import Act, EditStream
+
+_OTHER_SKIP = "another session skips the module, too, and its skip was made instead"
+_OTHER_FORWARD = (
+    "another forward was put on the module while the session was open (module.forward = ...), and ran without asking "
+    "the one that was there: expected the edit to be opened after that"
+)
 
 
 class SkipChange(Act):
@@ -55,6 +62,19 @@ class SkipChange(Act):
             self._node.clock.fail(error)
             raise
 
+    def need_asked(self, crossing: Crossing) -> None:
+        """The call returns: see whether ``around`` was asked, where it was to be skipped.
+
+        It was not where another session's skip came first, which is told; raises ExactnessError for other code.
+        """
+        frame = self._frame()
+        if frame is None or not frame.notes.pop(self, False):
+            return
+        if isinstance(vars(self._node.module).get("forward"), StandIn):
+            self._stream.skip(_OTHER_SKIP)
+        else:
+            self._stream.refuse(crossing.run, crossing.call, _OTHER_FORWARD)
+
     def _frame(self) -> Frame | None:
         """The call of the module that is in progress, if this session sees it."""
         clock = self._node.clock
@@ -64,3 +84,13 @@ class SkipChange(Act):
             run = clock.open.get(get_ident())
             frames = run.frames if run is not None else []
         return frames[-1] if frames and frames[-1].owner is self._node else None
+
+
+class SkipEnd(Act):
+    """At the exit of a module that is skipped: sees to it that it was."""
+
+    def __init__(self, skip: SkipChange) -> None:
+        self._skip = skip
+
+    def __call__(self, value: Any, given: Any, crossing: Crossing) -> None:
+        self._skip.need_asked(crossing)

@@ -38,7 +38,7 @@ from gaff.engine.parameters.edits import ParameterEdits, Swap, SwapScope
 from gaff.engine.parameters.substitutes import original_of
 from gaff.engine.parameters.values import Owners, StateValue, called_above, kept_tensors, need_no_view
 from gaff.engine.side import Side
-from gaff.engine.skips import SkipChange
+from gaff.engine.skips import SkipChange, SkipEnd
 from gaff.engine.streams import Act, EditStream, Look, SecondHalf, Stream
 from gaff.engine.taps import CallTap, EditTap, OpTap, Tap, TensorTap
 from gaff.engine.value_edits import ValueChange
@@ -149,7 +149,9 @@ class Wiring:
     def _wire_module(self, tap: Tap | EditTap) -> None:
         node, site = self._node(tap.found.module), tap.found.site
         if isinstance(tap, EditTap) and tap.is_skip:
-            _edit(node.entry, SkipChange(node, tap.stream, site.call))
+            skip = SkipChange(node, tap.stream, site.call)
+            _edit(node.entry, skip)
+            _edit(node.exit, SkipEnd(skip))
         else:
             self._connect(tap, node, site, tap.stream)
 

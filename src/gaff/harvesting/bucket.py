@@ -52,7 +52,9 @@ class Bucket:
             except Exception as error:  # noqa: BLE001  # obstore's own kinds, and ValueError
                 raise PlanError(f"{out!r} is no object store: {_first_line(error)}") from None
         if not type(out).__module__.startswith("obstore"):
-            raise PlanError(f"out={out!r:.60} is a {type(out).__name__}: expected a path, a URL, or a store of obstore")
+            raise PlanError(
+                f"{out!r:.60} is of type {type(out).__name__}: expected a path, a URL, or a store of obstore"
+            )
         name = str(out)
         return cls(out, f"<obstore {type(out).__name__}>" if " at 0x" in name else name)
 

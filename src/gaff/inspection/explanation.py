@@ -21,7 +21,7 @@ from gaff.address.resolve import Found, find_site, need_module
 from gaff.engine.gradients.nodes import Gradients, NodeWatch, Seen
 from gaff.engine.ops.calls import OpCall
 from gaff.engine.session import Session
-from gaff.engine.stop import EarlyStop, StopForward
+from gaff.engine.stop import EarlyStop
 from gaff.engine.taps import CallTap, OpTap
 from gaff.errors import PlanError, SiteError
 from gaff.inspection.anatomy import Anatomy
@@ -237,13 +237,14 @@ def explain_inside(model: nn.Module, path: str, args: tuple[Any, ...], kwargs: d
         raise SiteError(f"{path!r} is no module: anatomy explains modules, such as {wanted.path!r}")
     found = find_site(model, wanted)[0]
     given: list[Arguments] = []
+    early = EarlyStop()
 
     def enter(inner: Arguments, run: Any, call: int) -> None:
         given.append(inner)
-        raise StopForward("gaff has all it wanted")
+        early.stop()
 
     session = Session(model, [CallTap(Found(Site(path), found.module, found.chain), enter, lambda *_: None)])
-    with untouched(model), session, EarlyStop():
+    with untouched(model), session, early:
         model(*args, **kwargs)
     if not given:
         raise SiteError(f"{path}: was not called in this run: there is nothing to explain")

@@ -119,10 +119,12 @@ class CheckedEdit:
             raise PlanError(f"the edit returned {type(new).__name__} {new!r:.40}: expected a tensor")
         if not _is_alike(new, value):
             raise PlanError(f"the edit returned {_text(new, value)} where {_text(value, new)} passes")
-        is_passed_on = self._site.port in ("output", "input") and not value.is_sparse
-        if is_passed_on and new._is_view() and not value._is_view():  # whoever writes into it may not expect a view:
-            return new.clone()  # FSDP loses its hooks then, and what is expanded cannot be written to
-        return new
+        if self._site.port not in ("output", "input") or value.is_sparse or new is value:
+            return new
+        # whoever writes into it must not reach what came, as through t.detach(), and may not expect a view: FSDP loses
+        # its hooks then, and what is expanded cannot be written to
+        is_alias = not is_pure and memory.shares(new, value)
+        return new.clone() if is_alias or (new._is_view() and not value._is_view()) else new
 
     def locate(self, tensor: Tensor) -> None:
         """Note that ``tensor`` lies whole in every process, if it does; a gradient alone, of a sum, may not tell it.

@@ -51,7 +51,7 @@ class EditSize:
         """The numbers of a receipt, by the names of its row. Waits for the device.
 
         ``delta`` is the L2 norm of all changes over that of all values, both over elements that were and stayed finite;
-        infinite where zeros were changed.
+        infinite where zeros were changed, or no element stayed finite.
         """
         columns = list(zip(*(map(float, sums) for sums in self._sums.values()), strict=True)) or [()] * 5
         changed, rows, added = (int(sum(column)) for column in columns[:3])
@@ -63,7 +63,7 @@ class EditSize:
             "changed": changed,
             "rows_changed": rows,
             "added_nonfinite": added,
-            "delta": moved / before if before else math.inf if moved else 0.0,
+            "delta": moved / before if before else math.inf if moved or added else 0.0,
         }
 
 

@@ -122,20 +122,20 @@ class Keeper:
     that others hold; whoever opens the session sets it, and until then all memory counts as such. ``is_state``: what is
     kept are parameters or buffers, and is copied (batch norm writes into its buffers past the version counter).
     ``is_loose``: values are handed out as they are, with their autograd graph or by reference, as was asked.
-    ``is_plain``: no option asks for anything.
+    ``is_plain``: no option asks for anything. ``wants_graph``: values are kept with their autograd graph.
     """
 
     def __init__(self, options: Options, reduce: Callable[[Tensor], Tensor] | None, is_state: bool) -> None:
         self.reduce = reduce
         self._dtype = options.dtype
         self._device = torch.device(options.to) if options.to is not None else None
-        self._graph = options.graph
+        self.wants_graph = options.graph
         self._clone = options.clone or is_state
-        self.is_loose = self._graph or options.reference
+        self.is_loose = self.wants_graph or options.reference
         self.is_foreign: Callable[[Tensor, Any], bool] = lambda tensor, run: True
         self._is_bare = False  # no copy-on-write, not even for a moment
-        self._is_number = type(reduce) is Reduce and not (self._dtype or self._device or self._graph)
-        self.is_plain = not (self.reduce or self._dtype or self._device or self._graph or self._clone)
+        self._is_number = type(reduce) is Reduce and not (self._dtype or self._device or self.wants_graph)
+        self.is_plain = not (self.reduce or self._dtype or self._device or self.wants_graph or self._clone)
 
     def copy_all(self) -> None:
         """What passes lies in memory that is written to without torch's knowledge: copy at once from here on.
@@ -185,7 +185,7 @@ class Keeper:
     def _made(self, value: Weights) -> Tensor:
         """The weights of attention, which nobody has computed; only what ``reduce`` wants, where that is a part."""
         part = value.part_of(self.reduce)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.wants_graph):
             made = value.make(part)
         if part is not None:
             mark_reduced(made)
@@ -211,7 +211,7 @@ class Keeper:
         A part that still shares the memory of the whole is copied where it is at most half as large: kept as it is, it
         would hold the whole. The autograd graph is kept only with ``graph``.
         """
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.wants_graph):
             if self.reduce is not None and not is_reduced(tensor):
                 exact = self._safe(tensor, is_foreign)
                 part = self.reduce(exact)
@@ -224,8 +224,8 @@ class Keeper:
             if moved is not tensor:
                 return moved
             if self._clone:
-                return tensor.clone() if self._graph else tensor.detach().clone()
-            return hold(tensor, self._graph, is_foreign, checks)
+                return tensor.clone() if self.wants_graph else tensor.detach().clone()
+            return hold(tensor, self.wants_graph, is_foreign, checks)
 
     def _safe(self, tensor: Tensor, is_foreign: Callable[[Tensor], bool]) -> Tensor:
         """What a user's function may be given of ``tensor``: its writes must reach neither the model nor the caller.
@@ -236,7 +236,7 @@ class Keeper:
         if self._is_bare:
             return tensor.detach() if is_pure(self.reduce) else tensor.detach().clone()
         checks: list[Callable[[Site], None]] = []
-        held = hold(tensor, self._graph, is_foreign, checks)
+        held = hold(tensor, self.wants_graph, is_foreign, checks)
         return held.clone() if checks and not is_pure(self.reduce) else held
 
     def _move(self, tensor: Tensor, checks: list[Callable[[Site], None]]) -> Tensor:
@@ -246,8 +246,8 @@ class Keeper:
         """
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         device = self._device or tensor.device
-        source = tensor if self._graph else tensor.detach()
-        if tensor.is_cuda and device.type == "cpu" and not self._graph:
+        source = tensor if self.wants_graph else tensor.detach()
+        if tensor.is_cuda and device.type == "cpu" and not self.wants_graph:
             return _to_pinned(source, dtype, checks)
         if dtype == tensor.dtype and device.type == tensor.device.type and device.index in (None, tensor.device.index):
             return tensor

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.address.grammar import GRADIENT_PORTS, Key, Site
+from gaff.address.grammar import GRADIENT_PORTS, OUTPUT, Key, Site
 from gaff.address.nested import iter_tensors
 from gaff.compat import elements, memory
 from gaff.compat.autograd import is_grad_enabled, set_grad_enabled
@@ -32,6 +32,7 @@ from gaff.sessions.receipt import ReceiptRow, merge_reasons
 REPLACED = "the module was replaced while the session was open: what is at this address now was not seen"
 ENDLESS = "the tensor is a wrapper that lies inside itself, of which torch can read nothing"
 NOT_CALLED = "it was not called"
+NO_GRAPH = "kept without its autograd graph: grad mode was off there, as in the first pass of a reentrant checkpoint"
 NO_BACKWARD = "no backward pass reached it"
 
 
@@ -86,6 +87,8 @@ class KeptSite:
             return
         else:
             kept = self._keep(value, run)
+            if self._keeper.wants_graph and not is_grad_enabled() and self.site.port in (OUTPUT, "input"):
+                self.remark(NO_GRAPH)
             self.records.append((run, call, kept))
             size = size_of(kept)
         ledger = self._ledger

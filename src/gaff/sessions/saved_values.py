@@ -110,7 +110,8 @@ class Packing:
             return {layout: parts, "size": list(tensor.shape)}
         if not elements.is_plain(tensor):
             is_spread = distributed.is_spread(tensor)
-            plainly = "got.full() of it" if is_spread else "reduce=, such as lambda t: t.dequantize()"
+            way = "to_padded_tensor(0.0)" if tensor.is_nested else "dequantize()"
+            plainly = "got.full() of it" if is_spread else f"reduce=, such as lambda t: t.{way}"
             kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.device)
             raise PlanError(
                 f"{site}: is a {type(tensor).__name__} ({kind}), which no file can hold: expected a tensor with plain "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from gaff.address.resolve import Found, need_module
 from gaff.compat import distributed, libraries
 from gaff.compat.compiler import is_loaded
 from gaff.engine.session import Session
-from gaff.engine.stop import EarlyStop, StopForward
+from gaff.engine.stop import EarlyStop
 from gaff.engine.taps import Tap
 from gaff.errors import PlanError, SiteError
 from gaff.sessions.capture import raise_if_silent
@@ -153,8 +154,15 @@ class Take(nn.Module):
         if torch.is_grad_enabled() and distributed.is_sharded(self.model):
             _need_units(row.found for row, _ in wanted)
         waiting: set[int] = set()
+        early = EarlyStop()
+
+        def arrived(at: int) -> None:
+            waiting.discard(at)
+            if not waiting:
+                early.stop()
+
         features = [
-            Feature(request, row.found.site, self._keeper(request.reduce), lambda at=at: _arrived(at, waiting))  # type: ignore[misc]
+            Feature(request, row.found.site, self._keeper(request.reduce), partial(arrived, at))
             for at, (row, request) in enumerate(wanted)
         ]
         waiting.update(range(len(features)))
@@ -163,8 +171,8 @@ class Take(nn.Module):
             for (row, request), feature in zip(wanted, features, strict=True)
         ]
         session = Session(self.model, taps)
-        is_stopped = self._run(session, features, args, kwargs)
-        self._receipt = _receipt(features, session, self._plan, waiting, is_stopped)
+        self._run(session, early, features, args, kwargs)
+        self._receipt = _receipt(features, session, self._plan, waiting, early.is_stopped)
         raise_if_silent(self._receipt)
         return self._collect(features)
 
@@ -210,8 +218,8 @@ class Take(nn.Module):
         options = replace(self._plan.options, graph=torch.is_grad_enabled())
         return Keeper(options, reduce or options.reduce, is_state=False)
 
-    def _run(self, session: Session, features: list[Feature], args: Any, kwargs: Any) -> bool:
-        """Call the model inside the session; returns whether it was stopped early.
+    def _run(self, session: Session, early: EarlyStop, features: list[Feature], args: Any, kwargs: Any) -> None:
+        """Call the model inside the session, until it ends or ``early`` ends it.
 
         A ``StopForward`` that comes out leaves nothing behind: its frames, which hold activations, are let go, FSDP2
         forgets the forward, and grad mode is as it was.
@@ -220,11 +228,10 @@ class Take(nn.Module):
         with session, torch.set_grad_enabled(torch.is_grad_enabled()):
             for feature in features:
                 feature.keeper.is_foreign = session.clock.is_foreign
-            with EarlyStop() as early:
+            with early:
                 self.model(*args, **kwargs)
             if early.is_stopped:
                 distributed.reset_sharded(self.model)
-        return early.is_stopped
 
     def _collect(self, features: list[Feature]) -> dict[str, Any]:
         """The values by address. Raises SiteError for a site that was called several times and named without a call."""
@@ -284,13 +291,6 @@ def _need_units(found: Iterable[Found]) -> None:
                 f"{one.site}: no unit of FSDP2 returns it, so a backward pass from it would bring weights no gradient: "
                 "expected the output of a unit, fully_shard for that module, or a call under torch.no_grad()"
             )
-
-
-def _arrived(at: int, waiting: set[int]) -> None:
-    """Take number ``at`` off the list of what is waited for. Raises StopForward when nothing is left on it."""
-    waiting.discard(at)
-    if not waiting:
-        raise StopForward("gaff has all it wanted")
 
 
 def _receipt(features: list[Feature], session: Session, plan: Plan, waiting: set[int], is_stopped: bool) -> Receipt:

@@ -28,13 +28,19 @@ class BackwardClipping:
         self._limits = limits
         self._audit = audit
 
-    def follow(self) -> None:
-        """Follow the optimizer's parameters, besides those that are followed already."""
-        self.hooks.follow(self._parameters.all, self._parameters.model)
+    def follow(self) -> list[Tensor]:
+        """Follow the optimizer's parameters; those are returned that were not followed yet."""
+        return self.hooks.follow(self._parameters.all, self._parameters.model)
 
+    @torch.no_grad()
     def step(self) -> bool:
-        """Count a step, which is not to be skipped, and follow parameters that are new."""
-        self.follow()
+        """Count a step, which is not to be skipped, and follow parameters that are new.
+
+        What a backward pass has brought these already nobody saw come: it is limited here, as it stands.
+        """
+        for parameter in self.follow():
+            if parameter.grad is not None:
+                parameter.grad = self._change(parameter, parameter.grad)
         self._audit.add(None)
         return False
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gaff.engine.forwards import users_forward
 from gaff.errors import PlanError
 
 _LOST = 1e-3  # chosen: below this part of what could be, float32 keeps too few digits
@@ -120,7 +121,8 @@ def find_rule(layer: nn.Module) -> Rule:
     ``forward``, or an embedding that divides gradients by how often a row was read.
     """
     own = [kind for kind in type(layer).__mro__[-9:] if kind.__module__.startswith("torch.nn.modules")]
-    is_own = "forward" not in vars(layer) and any(type(layer).forward is getattr(kind, "forward", 0) for kind in own)
+    is_own = any(type(layer).forward is getattr(kind, "forward", 0) for kind in own)
+    is_own = is_own and users_forward(vars(layer).get("forward")) is None
     for kinds, rule in _RULES:
         if is_own and isinstance(layer, kinds) and not getattr(layer, "scale_grad_by_freq", False):
             return rule

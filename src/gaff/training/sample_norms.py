@@ -194,7 +194,9 @@ class SampleNorms:
             self._has_gradient = True
             use = self._uses.get(run.index, {}).get(path, {}).get(call)
             if use is None or use.gradient is not None:
-                self._refuse(run.index, f"{path}: several backward passes, or a call that was not seen")
+                self._refuse(
+                    run.index, f"{Site(path, call=call)}: several backward passes, or a call that was not seen"
+                )
             else:
                 use.gradient = value.detach()
         elif value is not None:

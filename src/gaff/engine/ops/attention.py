@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from gaff.address.grammar import ATTENTIONS, Site
 from gaff.compat import attention
+from gaff.compat.checkpoints import saved_plainly
 from gaff.compat.modes import outside_modes, without_autocast
 from gaff.engine.clock import Run
 from gaff.engine.crossing import Crossing
@@ -88,7 +89,7 @@ class Weights:
         with ExitStack() as around:
             around.enter_context(outside_modes())
             if torch.is_grad_enabled():
-                around.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+                around.enter_context(saved_plainly())
             return self.compute(part)
 
     def compute(self, part: Part | None = None) -> Tensor:
@@ -271,7 +272,3 @@ def _kind(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return "nested tensor" if value.is_nested else f"tensor of {type(value).__name__}, {value.layout}"
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor

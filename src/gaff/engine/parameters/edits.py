@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.resolve import Found
-from gaff.compat import autograd, modes
+from gaff.compat import autograd, checkpoints, modes
 from gaff.engine.clock import Frame, Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.node import Node
@@ -140,8 +140,12 @@ class Swap:
         """The edited value, with an autograd graph, in the parameter's precision, unseen by modes and checkpoints."""
         # what the edit saves for backward must not be counted by a checkpoint around it: its two passes differ in that;
         # precision and graph are the parameter's own, not those of the place at which the run began
-        saved = torch.autograd.graph.saved_tensors_hooks(lambda held: held, lambda held: held)
-        with saved, modes.outside_modes(), torch.enable_grad(), modes.without_autocast(tensor.device):
+        with (
+            checkpoints.saved_plainly(),
+            modes.outside_modes(),
+            torch.enable_grad(),
+            modes.without_autocast(tensor.device),
+        ):
             return self._stream.change(tensor, crossing)
 
 

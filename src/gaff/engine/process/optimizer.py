@@ -250,20 +250,22 @@ class BackwardGuard:
         self._handles: dict[int, tuple[ref[Tensor], Any]] = {}  # by identity: tensors are not compared
         self._sharded: dict[int, _Listener] = {}
 
-    def follow(self, parameters: Iterable[Tensor], model: Any = None) -> None:
-        """Follow these parameters, besides those that are followed already.
+    def follow(self, parameters: Iterable[Tensor], model: Any = None) -> list[Tensor]:
+        """Follow these parameters, and return those that were not followed yet.
 
         To be called again when some have come, or have come to require grad. ``model``: whose FSDP2's parameters are;
         without it they are taken for ordinary ones.
         """
         shards = distributed.sharded_parameters(model) if model is not None else {}
         records = {id(record.sharded_param): record for record, _ in shards.values()}
+        new: list[Tensor] = []
         for parameter in parameters:
             record = records.get(id(parameter))
             if record is not None:
                 if id(parameter) not in self._sharded:
                     one = self._sharded[id(parameter)] = _Listener(ShardedGradient.of(record), self._change, parameter)
                     one.gradient.listeners.append(one)
+                    new.append(parameter)
                 self._sharded[id(parameter)].gradient.follow()
                 continue
             known = self._handles.get(id(parameter))
@@ -271,6 +273,8 @@ class BackwardGuard:
                 weak = ref(parameter)
                 handle = on_gradient(parameter, partial(self._arrived, weak))
                 self._handles[id(parameter)] = weak, handle
+                new.append(parameter)
+        return new
 
     def _arrived(self, parameter: Callable[[], Tensor | None], gradient: Tensor | None) -> Tensor | None:
         """Hand a gradient on to ``change``; a custom Function hands None to what it does not need."""
