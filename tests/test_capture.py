@@ -279,12 +279,3 @@ def test_a_value_kept_without_the_graph_that_was_asked_for_is_told():
     with gaff.capture(model, ":output", graph=True) as got:
         model(x)
     assert "without its autograd graph" not in str(got.receipt)
-
-
-def test_torchscript_is_told_why_it_cannot_compile():
-    model = nn.Linear(4, 3)
-    with (
-        gaff.capture(model, gaff.maybe(":output")),
-        pytest.raises(Exception, match="while a gaff session is open on it"),
-    ):
-        torch.jit.script(model)

@@ -203,3 +203,12 @@ def test_a_plan_that_cannot_be_written_says_so_and_leaves_nothing(tmp_path):
     with pytest.raises(RecordError, match="cannot be written"):
         plan.save(tmp_path / "folder.json")
     assert not list((tmp_path / "folder.json").iterdir())
+
+
+def test_torchscript_is_told_why_it_cannot_compile():
+    model = nn.Linear(4, 3)
+    with (
+        gaff.capture(model, gaff.maybe(":output")),
+        pytest.raises(Exception, match="while a gaff session is open on it"),
+    ):
+        torch.jit.script(model)

@@ -153,7 +153,29 @@ def zero_grad_between_backward_and_step():
     def step(number):
         x, y = batch()
         F.cross_entropy(model(x), y).backward()
-        optimizer.zero_grad(set_to_none=number % 2 == 0)
+        optimizer.zero_grad()
+        optimizer.step()
+
+    return Run(model, optimizer, step, steps=60)
+
+
+@fault("zero_at_the_step")
+def gradients_multiplied_by_zero():
+    model = mlp()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 0)
+    return loop(model, adam(model), cross_entropy)
+
+
+@fault("zero_at_the_step")
+def zeros_in_the_place_of_gradients():
+    model = mlp()
+    optimizer = adam(model)
+
+    def step(number):
+        x, y = batch()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.zero_grad(set_to_none=False)
         optimizer.step()
 
     return Run(model, optimizer, step, steps=60)

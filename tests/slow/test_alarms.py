@@ -569,7 +569,7 @@ def test_a_parameter_that_is_made_anew_in_every_step_ends_nothing(tmp_path, caps
 def test_a_search_for_a_learning_rate_is_told_as_one(tmp_path, times):
     def program():
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-        optimizer = torch.optim.SGD(model.parameters(), 1e-5)
+        optimizer = torch.optim.SGD(model.parameters(), 3e-2)
         for step in range(160):
             optimizer.param_groups[0]["lr"] = 1e-4 * times**step if times > 1 else 1e-4 * (step + 1)
             optimizer.zero_grad()
@@ -995,3 +995,131 @@ def test_a_layer_that_is_given_zeros_alone_is_told_so(tmp_path):
 
     finding = next(one for one in watched(tmp_path, program).findings if one.rule == "dead_units")
     assert "what this layer is given is all zeros" in finding.message
+
+
+class Flow(nn.Module):
+    """A model that is given one number for a whole batch, beside the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.time, self.first, self.last = nn.Linear(1, 32), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, t, x):
+        return self.last(F.silu(self.first(x) + self.time(t)))
+
+
+def flow(model):
+    t, noise = torch.rand(1).expand(64, 1), torch.randn(64, 8)
+    return F.mse_loss(model(t, X * t + noise * (1 - t)), X - noise)
+
+
+def boundary(model):
+    """A term that is to be one everywhere, beside another."""
+    x = torch.rand(64, 1)
+    return F.mse_loss(model(torch.zeros(64, 1)), torch.ones(64, 1)) + (model(x) - torch.exp(-x)).square().mean()
+
+
+def solved(model):
+    made = model(X)
+    return F.relu(0.1 - (made[Y == 0].mean(0) - made[Y == 1].mean(0)).square().sum())
+
+
+def judge_of(model):
+    """A perturbation that is to fool a model which stays as it is."""
+    torch.manual_seed(1)
+    judge = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+    fit(judge, classes, 100)
+    judge.requires_grad_(False)
+    fit(model, lambda made: -F.cross_entropy(judge(X + 0.3 * torch.tanh(made(X))), Y), 150)
+
+
+def one_large_image(model):
+    x = F.interpolate(torch.randn(1, 1, 6, 6), size=32, mode="bilinear")
+    return F.l1_loss(model(x + 0.1 * torch.randn_like(x)), torch.tanh(2 * x))
+
+
+def settled(model):
+    """A schedule that waits until the loss falls no more, and it does not at the level of the noise."""
+    y = X @ torch.linspace(-1, 1, 8)[:, None] + 0.3 * torch.randn(64, 1, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.Adam(model.parameters(), 5e-2)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2, threshold=1e-3)
+    for _ in range(60):
+        fit(model, lambda one: F.mse_loss(one(X), y), 8, optimizer)
+        with torch.no_grad():
+            schedule.step(F.mse_loss(model(X), y))
+
+
+def noisy(model):
+    """Two examples a batch, of a target that can hardly be told: single losses differ by ten times."""
+    order = torch.Generator().manual_seed(3)
+    target = 0.4 * X[:, :1] + torch.randn(64, 1, generator=torch.Generator().manual_seed(2))
+
+    def loss_of(one):
+        at = torch.randint(64, (2,), generator=order)
+        return F.mse_loss(one(X[at]), target[at])
+
+    fit(model, loss_of, 400, torch.optim.SGD(model.parameters(), 1e-2))
+
+
+@pytest.mark.parametrize(
+    ("make", "program"),
+    [
+        (Flow, lambda model: fit(model, flow, 150)),
+        (lambda: nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1)), lambda model: fit(model, boundary, 150)),
+        (lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), lambda model: fit(model, solved, 150)),
+        (lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), judge_of),
+        (
+            lambda: nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 1, 1)),
+            lambda model: fit(model, one_large_image, 150, lr=2e-3),
+        ),
+        (lambda: nn.Linear(8, 1), settled),
+        (lambda: nn.Linear(8, 1), noisy),
+    ],
+    ids=["flow", "boundary", "solved", "judge_of", "one_large_image", "settled", "noisy"],
+)
+def test_no_alarm_of(tmp_path, make, program):
+    def run():
+        program(make())
+
+    assert "healthy" in str(watched(tmp_path, run).verdict), watched(tmp_path / "again", run).verdict
+
+
+def test_a_target_that_is_nan_is_told_and_no_learning_rate(tmp_path):
+    """The few losses before it, of small batches, are no rise."""
+    target = X[:, :1].clone()
+    target[20] = math.nan
+
+    def program():
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        for at in range(30):
+            rows = torch.arange(4 * at, 4 * at + 4) % 64
+            loss = F.mse_loss(model(X[rows]), target[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = watched(tmp_path, program)
+    assert "1 of 4 targets are not finite" in str(run.verdict), run.verdict
+    assert "learning rate" not in str(run.verdict), run.verdict
+
+
+def test_what_guessing_gives_is_that_of_the_labels_of_all_batches(tmp_path):
+    labels = (torch.arange(2000) % 25 == 0).long()
+
+    def program():
+        model, order = nn.Linear(8, 2), torch.Generator().manual_seed(0)
+        inputs = torch.randn(2000, 8, generator=order)
+        optimizer = torch.optim.SGD(model.parameters(), 3e-2)
+        for _ in range(150):
+            at = torch.randint(2000, (16,), generator=order)
+            loss = F.cross_entropy(model(inputs[at]), labels[at])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    verdict = watched(tmp_path, program).verdict
+    truth = -(0.04 * math.log(0.04) + 0.96 * math.log(0.96))
+    assert "labels may not belong to their inputs" in str(verdict)
+    told = float(verdict.evidence[0].partition("guessing gives ")[2].partition(";")[0])
+    assert told == pytest.approx(truth, rel=0.2)

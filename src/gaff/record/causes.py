@@ -65,6 +65,8 @@ def claims(case: RunCase) -> list[Claim]:
         return []
     if _has_rates(case):
         case = case.without("lr_zero")
+    if case.has_settled:  # updates that are nothing any more are what the schedule wants
+        case = case.without("never_updated").without("update_small")
     if case.optimizers > 1 and not case.evaluated:
         case = case.without("train_mode_in_eval")  # an adversary's samples
     found = [claim for ask in _CAUSES if (claim := ask(case)) is not None and not _is_refuted(claim, case)]
@@ -87,7 +89,9 @@ def _is_refuted(claim: Claim, case: RunCase) -> bool:
         return False
     known = case.experiments
     tried = [one for one in map(known.get, claim.experiments) if one is not None] if known is not None else []
-    if known is None or claim.certainty != "possible" or len(tried) < len(claim.experiments) or not tried:
+    has_remedies = any(KINDS[one.kind].is_remedy for one in tried)  # one that is without effect may be the wrong one
+    is_open = claim.certainty == "possible" or (claim.certainty == "likely" and not has_remedies)
+    if known is None or not is_open or len(tried) < len(claim.experiments) or not tried:
         return False
     return not any(known.gain(one) > LEAST_GAIN if KINDS[one.kind].is_remedy else not known.is_well(one)
                    for one in tried)  # fmt: skip
@@ -110,15 +114,16 @@ def _symptom(finding: Finding, case: RunCase) -> Claim:
 # What the process has done or left out: the finding is the cause itself.
 READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_sign", "broadcast", "symmetric_units",
          "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "wrong_parameters", "cleared_before_step",
-         "never_trained", "never_updated", "clipped_while_scaled", "targets_no_probabilities", "gradients_lost",
-         "clipped_too_early", "sees_the_future", "stepped_again", "stepped_while_scaled", "one_class",
+         "zero_at_the_step", "never_trained", "never_updated", "clipped_while_scaled", "targets_no_probabilities",
+         "gradients_lost", "clipped_too_early", "sees_the_future", "stepped_again", "stepped_while_scaled", "one_class",
          "kl_of_probabilities", "made_in_forward", "nothing_loaded")  # fmt: skip
 
 # Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
 FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant")
 
 _STOPS = ("not_cleared", "nll_of_scores", "lr_zero", "wrong_parameters", "cleared_before_step", "never_trained",
-          "clipped_while_scaled", "targets_no_probabilities", "stepped_while_scaled", "one_class")  # fmt: skip
+          "zero_at_the_step", "clipped_while_scaled", "targets_no_probabilities", "stepped_while_scaled",
+          "one_class")  # fmt: skip
 
 # Which experiment tells more of a symptom.
 _EXPERIMENTS = {

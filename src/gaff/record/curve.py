@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _EARLY = 50
+_FEW = 8  # values that show no spread of their own
 _POINTS = 24  # medians of a whole curve
 
 
@@ -24,7 +25,7 @@ class Curve:
     ``steps``: the first step of each stretch; ``values``: its median; ``spread``: the mean distance of a single step
     from the median of its stretch. What is not finite is left out, and
     ``start``: its very first value; ``nonfinite_since`` tells the first such step; ``early_peak``: the highest of the
-    first fifty values, with its step.
+    first fifty values, with its step; ``late_peak``: the highest of the second half.
     """
 
     steps: tuple[int, ...]
@@ -33,6 +34,7 @@ class Curve:
     start: float = math.inf
     nonfinite_since: int | None = None
     early_peak: tuple[int, float] = (0, -math.inf)
+    late_peak: float = -math.inf
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, float]]) -> Curve:
@@ -50,6 +52,7 @@ class Curve:
         return cls(
             tuple(one[0][0] for one in stretches), tuple(middles), spread, known[0][1] if known else math.inf, bad,
             max(known[:_EARLY], key=lambda pair: pair[1], default=(0, -math.inf)),
+            max((value for _, value in known[len(known) // 2 :]), default=-math.inf),
         )  # fmt: skip
 
     @property
@@ -76,8 +79,9 @@ class Curve:
         """Where the curve left its lowest stretch for good: the step of that, and how far it has risen since.
 
         None where it ends no higher than its first stretch, or within ten times the spread of its lowest one: then it
-        has not come back up, or nothing tells that from noise. A curve that jumped at once and stayed above one and a
-        half times its very first value has risen from there.
+        has not come back up, or nothing tells that from noise. So it is of fewer than eight values that end below twice
+        the lowest. A curve that jumped at once and stayed above one and a half times its very first value has risen
+        from there.
         """
         if self.values and self.start > 0 and min(self.values) > 1.5 * self.start + 0.05:
             return self.steps[0], self.last - self.start
@@ -86,6 +90,8 @@ class Curve:
         step, least = self.lowest
         grown = self.last - least
         if self.last <= self.first or grown <= 10 * self.spread or grown <= 0.05:
+            return None
+        if len(self.values) < _FEW and self.last < 2 * least:
             return None
         return step, grown
 

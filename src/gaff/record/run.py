@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -379,12 +380,6 @@ def _case(record: Record) -> RunCase:
     losses = {short: Curve.of(at_first_scale(short, record.scalar(f"loss:{short}", part.rank), told))
               for name in record.scalars
               if (short := name.removeprefix("loss:")) != name and name in part.series}  # fmt: skip
-    guesses: dict[str, list[tuple[int, float]]] = {}
-    for step, one in told:
-        if isinstance(one.get("guess"), float):
-            guesses.setdefault(str(one["guess_of"]), []).append((step, one["guess"]))
-    guess = {name: statistics.median(value for _, value in at_first_scale(name, values, told))
-             for name, values in guesses.items()}  # fmt: skip
     lr = Curve.of(record.scalar("lr", part.rank)) if "lr" in part.series else None
     norms = next((record.scalar(name, part.rank) for name in ("unclipped_norm", "grad_norm") if name in part.series),
                  None)  # fmt: skip
@@ -396,14 +391,36 @@ def _case(record: Record) -> RunCase:
     )
     is_raised = any(one.get("is_raised") for one in looks)
     return RunCase(
-        by_severity(record.findings), record.steps, len(record.looks), losses, lr, guess, max(optimizers, default=1),
-        record.experiments, unstepped,
+        by_severity(record.findings), record.steps, len(record.looks), losses, lr, _guesses(told),
+        max(optimizers, default=1), record.experiments, unstepped,
         SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search, is_raised),
         2 * sum(map(acts, looks)) > len(looks),
         {name: factor_of(name, told) for name in losses},
         record.evaluated(part.rank),
         _reach(looks),
     )  # fmt: skip
+
+
+def _guesses(looks: list[tuple[int, dict[str, Any]]]) -> dict[str, float]:
+    """What guessing gives, by the name of a loss: the mean over the looks.
+
+    Of a loss over few classes it is the entropy of the labels of all looks together, since batches of a few have less.
+    """
+    found: dict[str, list[tuple[int, float]]] = {}
+    labels: dict[str, list[Counter[int]]] = {}
+    for step, one in looks:
+        if isinstance(one.get("guess"), float):
+            found.setdefault(str(one["guess_of"]), []).append((step, one["guess"]))
+            if isinstance(one.get("labels"), list):
+                labels.setdefault(str(one["guess_of"]), []).append(Counter(dict(enumerate(map(int, one["labels"])))))
+    guess = {name: statistics.fmean(value for _, value in at_first_scale(name, values, looks))
+             for name, values in found.items()}  # fmt: skip
+    for name, counts in labels.items():
+        total = sum(counts, Counter())
+        if len(counts) == len(found[name]) and total:
+            shares = [count / total.total() for count in total.values()]
+            guess[name] = factor_of(name, looks) * -sum(one * math.log(one) for one in shares)
+    return guess
 
 
 def _reach(looks: Iterable[Mapping[str, Any]]) -> tuple[float, float] | None:

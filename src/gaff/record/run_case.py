@@ -91,6 +91,19 @@ class RunCase:
         return len(values) >= 12 and rises and 0 < 1000 * values[0] <= values[-1]
 
     @property
+    def has_settled(self) -> bool:
+        """Whether the learning rate went to a hundredth once the loss had fallen to half, which has not fallen since.
+
+        So does a schedule that waits for that.
+        """
+        if self.lr is None or not self.lr.values or self.loss is None or self.lr.last >= 0.01 * max(self.lr.values):
+            return False
+        highest, curve = max(self.lr.values), self.loss[1]
+        fell = next(step for step, value in zip(self.lr.steps, self.lr.values, strict=True) if value < 0.5 * highest)
+        then = curve.at(fell)
+        return then < 0.5 * curve.start and curve.last > then - max(2 * curve.spread, 0.1 * then)
+
+    @property
     def loss(self) -> tuple[str, Curve] | None:
         """The name and the curve of the loss that was found first, if it has any value."""
         return next(((name, curve) for name, curve in self.losses.items() if curve.values), None)
@@ -131,12 +144,15 @@ class RunCase:
 
         None where that is not ten times the first value, or the first is not positive, or the peak is below half of
         what guessing gives. Of a cross entropy it is enough that it is twice the first value, and above twice of what
-        guessing gives, plus 1: so wrong is only who is sure.
+        guessing gives, plus 1: so wrong is only who is sure. Nor where single values are half as high to the end, of
+        a loss that differs from batch to batch by a third of it, and ends no higher than it began.
         """
         if self.optimizers != 1 or len(self.losses) != 1 or self.loss is None or self.is_acting:
             return None
         name, curve = self.loss
         step, peak = curve.early_peak
+        if curve.late_peak > 0.5 * peak and curve.spread > 0.3 * curve.first and curve.last <= curve.first:
+            return None
         guess = self.guess.get(name, math.inf)
         is_known = guess < math.inf  # far below guessing nothing is lost yet
         is_far = (0 < 10 * curve.start < peak and (not is_known or peak > 0.5 * guess)) or (

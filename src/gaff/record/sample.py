@@ -27,7 +27,8 @@ class Units:
 
     ``active``: a number whose lowest bit of each byte tells of one unit whether it was ever above 1e-5 in magnitude
     (TheDeepChecker's limit); ``|`` joins two steps. ``is_constant``: no unit differed between inputs by more than
-    1e-6 of its magnitude. ``outlier``: the mean magnitude of the largest unit, relative to the median one.
+    3e-6 of its magnitude, or of the median unit's. ``outlier``: the mean magnitude of the largest unit, relative to the
+    median one.
     """
 
     count: int

@@ -94,13 +94,16 @@ def targets_far_from_zero(case: RunCase) -> Claim | None:
 def learning_rate_is_gone(case: RunCase) -> Claim | None:
     """A learning rate below a hundredth of its highest for more than half of the run: its schedule is too fast.
 
-    Certain below a ten-thousandth: no schedule is meant to spend most of a run there.
+    Certain below a ten-thousandth: no schedule is meant to spend most of a run there. Not where it began to fall when
+    the loss had fallen to half, and did not fall any more, as a schedule that waits for that does.
     """
     if case.single.is_search or case.lr is None or case.steps < 50 or len(case.lr.values) < 8 or case.optimizers != 1:
         return None
     highest, values = max(case.lr.values), case.lr.values
     gone = [step for step, value in zip(case.lr.steps, values, strict=True) if value < 1e-2 * highest]
     if not gone or 2 * len(gone) <= len(values) or values[0] < 1e-2 * highest or values[-1] >= 1e-2 * highest:
+        return None
+    if case.has_settled:
         return None
     is_certain = 2 * sum(value < 1e-4 * highest for value in values) > len(values)
     told = f"the learning rate fell from {max(highest, case.lr.start):.3g} to {values[-1]:.3g}, and was below a " \

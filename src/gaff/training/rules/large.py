@@ -123,7 +123,7 @@ def dead_experts(sample: Sample, past: Past) -> Iterator[Hit]:
     remedy="add or raise the balancing loss (Fedus et al., 2022), add noise to the scores, or lower the learning rate",
     least=5,
     share=0.5,
-    hides=("dead_experts",),
+    hides=("dead_experts", "zero_gradient"),
 )
 def router_collapse(sample: Sample, past: Past) -> Iterator[Hit]:
     """One of four or more experts is chosen by more than 95 % of the tokens of the latest eight to sixteen looks."""

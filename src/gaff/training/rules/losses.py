@@ -31,8 +31,8 @@ def loss_sign(sample: Sample, past: Past) -> Iterator[Hit]:
     """A minus right before a cross entropy, a squared or an absolute error, read from the autograd graph, of which the
     optimizer lowers the negative; or none, and an optimizer with ``maximize=True``.
 
-    In runs with one optimizer and one loss, which steps the model's own parameters: adversaries are trained so, and
-    inputs that are to fool a model.
+    In runs with one optimizer and one loss, which steps the model's own parameters, those of its last layer too:
+    adversaries are trained so, as what is to fool a model that stays as it is.
     """
     found, is_raised = sample.facts.get("negated"), sample.facts.get("is_raised")
     is_own = any(one.optimizer is not None for one in sample.parameters.values())
@@ -122,8 +122,9 @@ def labels_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     """Every target that a loss function of torch's was given in a step is one number, of eight or more examples.
 
     In each look so far, or another number in another look, as where data is sorted by label. In runs with one optimizer
-    and one loss; targets of zero of a regression are left out, and losses against probabilities, and a cross entropy
-    over scores of pairs that were put together, of which the right one may always be the first.
+    and one loss. Left out are targets of 0, 1 or -1 of a regression, as of a term that is to be that everywhere, losses
+    against probabilities, and a cross entropy over scores of pairs that were put together, of which the right one may
+    always be the first.
     """
     told = [one for one in sample.facts.get("targets", ()) if one["function"] in _WITH_TARGETS]
     if (
@@ -136,7 +137,7 @@ def labels_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     kinds = len(past.targets - {math.inf})
     if math.inf in past.targets and kinds < 2:
         return
-    if any(one["low"] == 0 and one["function"] in _PAIRWISE for one in told):
+    if any(abs(one["low"]) in (0, 1) and one["function"] in _PAIRWISE for one in told):
         return
     what = f"all {told[0]['count']} targets of a batch are {told[0]['low']:.4g}"
     if kinds > 1:

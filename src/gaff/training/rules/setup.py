@@ -16,6 +16,7 @@ from gaff.training.rules.steps import has_fallen
 
 _HALF = ("bfloat16", "float16")
 
+_FEW_VALUES = 64  # of a channel: their mean is off by an eighth of their spread
 _TINY = 1e-3  # what gradients are clipped to by value, where that is next to nothing
 _USUAL_DECAY, _USUAL_ADAMW = 1e-3, 0.1  # weight decays that people train with; chosen
 
@@ -289,9 +290,12 @@ def dropout_high(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.9,
 )
 def batch_norm_of_few(sample: Sample, past: Past) -> Iterator[Hit]:
-    """The model is given one or two examples at a time, and has a BatchNorm in training mode."""
-    for model in sample.facts.get("batch_norm", ()):
-        if sample.facts.get("batch", 0) in (1, 2):
+    """The model is given one or two examples at a time, and has a BatchNorm in training mode that sees fewer than 64
+    values of a channel; it may see thousands where an image is large."""
+    for model, norms in sample.facts.get("batch_norm", {}).items():
+        rows = [(sample.rows.get((model, path or ":output")), channels) for path, channels in norms]
+        least = min((row.count / channels for row, channels in rows if row is not None), default=0)
+        if sample.facts.get("batch", 0) in (1, 2) and least < _FEW_VALUES:
             yield Hit((model, ""), batch_size=sample.facts["batch"])
 
 

@@ -130,14 +130,32 @@ def not_owned(sample: Sample, past: Past) -> Iterator[Hit]:
     hides=("no_gradient", "never_trained", "zero_gradient", "vanishing", "never_updated", "update_small"),
 )
 def cleared_before_step(sample: Sample, past: Past) -> Iterator[Hit]:
-    """At the step the gradients of all parameters of a model are None or zero, though gradients that are not zero have
-    passed the outputs of the very modules which hold those. Not of a step with a closure, which may clear them at its
-    own end. Certain."""
-    passed = sample.port("grad_output")
-    for model, held in _stepped(sample).items():
-        lost = [key for key, one in held if one.requires_grad and _has_passed(passed, key)]
-        if lost and all(not one.has_grad or _is_zero(sample.of(key, "grad")) for key, one in held):
-            yield Hit((model, ""), weights=len(lost))
+    """At the step the gradients of all parameters of a model are None, though gradients that are not zero have passed
+    the outputs of the very modules which hold those. Not of a step with a closure, which may clear them at its own end.
+    Certain."""
+    for model, held, lost in _without_gradients(sample):
+        if all(not one.has_grad for _, one in held):
+            yield Hit((model, ""), weights=lost)
+
+
+@rule(
+    "zero_at_the_step",
+    severity="error",
+    means="gradients passed, and those of all parameters are exactly zero when the optimizer makes its step",
+    cause="zero_grad(set_to_none=False) between backward() and step(), clipping to 0, a hook that multiplies by 0, or "
+    "terms of the loss that cancel, as those of a ratio whose older part is not detached",
+    remedy="look at what stands between backward() and step(); detach what is a constant of the loss",
+    least=3,
+    share=0.9,
+    hides=("zero_gradient", "vanishing", "never_updated", "update_small"),
+)
+def zero_at_the_step(sample: Sample, past: Past) -> Iterator[Hit]:
+    """As ``cleared_before_step``, of gradients that are there, and zero in each element. Certain."""
+    for model, held, lost in _without_gradients(sample):
+        if any(one.has_grad for _, one in held):
+            most = (sample.facts.get("clipped") or {}).get("most", sample.facts.get("clipped_by_value"))
+            told = "gradients passed, and were clipped to 0: nothing is learned from them" if most == 0 else ""
+            yield Hit((model, ""), told, weights=lost)
 
 
 @rule(
@@ -203,8 +221,9 @@ def zero_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
     """100 % zeros in the gradient of a parameter (SageMaker Debugger, AllZero).
 
     Not of a bias whose weight gets one: a loss that asks for differences alone, as a Wasserstein critic's, has none.
+    Nor where all losses of the step are zero: what has a margin is solved then.
     """
-    rows = sample.port("grad")
+    rows = {} if sample.losses and not any(sample.losses.values()) else sample.port("grad")
     for key, row in rows.items():
         weight = rows.get((key[0], key[1].replace(".bias:grad", ".weight:grad"))) if "bias" in key[1] else None
         if weight is not None and weight.count and weight.zeros < 1.0:
@@ -433,6 +452,17 @@ def _stepped(sample: Sample) -> dict[str, list[tuple[Key, Parameter]]]:
         if one.optimizer is not None and not sample.facts.get("has_closure"):
             found.setdefault(key[0], []).append((key, one))
     return found
+
+
+def _without_gradients(sample: Sample) -> Iterator[tuple[str, list[tuple[Key, Parameter]], int]]:
+    """Models that an optimizer steps with gradients that are None or zero throughout, though some passed their modules.
+
+    With their parameters, and for how many of these gradients have passed."""
+    passed = sample.port("grad_output")
+    for model, held in _stepped(sample).items():
+        lost = sum(one.requires_grad and _has_passed(passed, key) for key, one in held)
+        if lost and all(not one.has_grad or _is_zero(sample.of(key, "grad")) for key, one in held):
+            yield model, held, lost
 
 
 def _has_passed(passed: Mapping[Key, Numbers], key: Key) -> bool:

@@ -188,7 +188,7 @@ def no_signal(sample: Sample, past: Past) -> Iterator[Hit]:
             continue
         port, units = port_of(key[1]), sample.units.get(key)
         is_one = row.std <= 1e-6 * row.rms
-        if port == "input" and not has_begun and is_one:
+        if port == "input" and not has_begun and is_one and not _varies(sample, key[0]):
             told = f"the first layer is given the same number everywhere ({key[1]})"
             yield Hit(key, told, mean=row.mean, std=row.std, call_order=at)
             return
@@ -215,7 +215,7 @@ def no_signal(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.5,
 )
 def output_constant(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Each unit of the output spreads less over a batch of two or more than 1e-6 of its magnitude."""
+    """Each unit of the output spreads less over two or more examples than 3e-6 of its magnitude, or of the median's."""
     batch = sample.facts.get("batch", 0)
     for key, units in sample.units.items():
         if key[1].startswith(":output") and batch >= 2 and units.is_constant:
@@ -231,10 +231,17 @@ def output_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.9,
 )
 def input_constant(sample: Sample, past: Past) -> Iterator[Hit]:
-    """The first tensor that the model is given has no two different elements, of more than 16."""
+    """The first tensor that the model is given has no two different elements, of more than 16, nor has any other: one
+    number for a whole batch may be given beside the data, as the time of a flow is."""
     for key, row in sample.port("input").items():
-        if key[1] == ":input" and row.count > 16 and row.std == 0:
+        if key[1] == ":input" and row.count > 16 and row.std == 0 and not _varies(sample, key[0]):
             yield Hit(key, mean=row.mean)
+
+
+def _varies(sample: Sample, model: str) -> bool:
+    """Whether something that a model is given varies, or cannot be looked at: numbers of tokens."""
+    given = [row for key, row in sample.port("input").items() if key[0] == model and not path_of(key[1])]
+    return bool(sample.facts.get("given_others")) or any(row.std > 0 for row in given)
 
 
 @rule(
@@ -324,7 +331,8 @@ def initial_loss(sample: Sample, past: Past) -> Iterator[Hit]:
     hides=("update_large",),
 )
 def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
-    """The median of the last ten looks' losses above twice the first five's, in runs with one optimizer.
+    """The median of the last ten looks' losses above twice the first five's, in runs with one optimizer, and most of
+    them above each of these: what batches of a few examples make of a loss is no rise.
 
     A negative loss that keeps falling beyond a hundred times its first magnitude, and beyond -10, diverges as well. Not
     where most steps run the model eight times or more for each loss, with sixteen examples at most: an agent's loss
@@ -337,7 +345,8 @@ def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
         if recent is None or len(first) < 5 or len(recent) < 10:
             continue
         start, now = statistics.median(first), statistics.median(recent)
-        grew = start > 0 and now > 2 * start and now > start + 0.05
+        least = sorted(recent)[len(recent) // 4]
+        grew = start > 0 and now > 2 * start and now > start + 0.05 and least > max(first[:5])
         fell = now < 0 and now < -100 * max(abs(start), 0.1)
         if grew or fell:
             yield Hit(("", ""), f"the loss {name!r} went from {start:.4g} to {now:.4g}", first=start, now=now)

@@ -122,8 +122,8 @@ class Looks:
             sampled.root_given(model.name, self._models.path_of(module), args, kwargs)
             sampled.facts.setdefault("batch", step_facts.batch_size(args, kwargs))
             sampled.facts.setdefault("precision", step_facts.precision(module))
-            if sampled.facts["batch"] <= 2 and step_facts.has_batch_norm(module):
-                sampled.facts["batch_norm"] = [model.name]
+            if sampled.facts["batch"] <= 2 and (norms := step_facts.batch_norms(module)):
+                sampled.facts["batch_norm"] = {model.name: norms}
             self._setup.batch_given(module, args, kwargs)
 
     def evaluation_begins(

@@ -13,6 +13,7 @@ from gaff.compat.autograd import nodes_behind, nodes_of
 
 _MOST_NODES = 1000
 _DEPTH = 10
+_LAYERS = ("AddmmBackward", "MmBackward", "ConvolutionBackward")
 _SUM = 2  # torch's number of that reduction
 _OF_TARGETS = ("NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "KlDiv")
 _POSITIVE = {"NllLossBackward": "a cross entropy", "NllLoss2DBackward": "a cross entropy",
@@ -76,7 +77,8 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
         inner = next((one for one in names if one != "MeanBackward" and not _is_view(one)), "")
         found["factor"] = {"loss": name, "by": abs(factor), "weight": 1.0 if inner in _SEVERAL else abs(weight)}
     is_turned = factor < 0 or names[:1] == ["NegBackward"]
-    _note_sign(["NegBackward", *names] if factor < 0 else names, name, found)
+    if not _is_judged(chain, names):
+        _note_sign(["NegBackward", *names] if factor < 0 else names, name, found)
     at = names[:1].count("NegBackward") if factor > 0 else 0
     if is_turned and _is_error_by_hand(chain[at:], names[at:]):
         found["negated"] = {"loss": name, "of": "a mean or sum of squared or absolute differences"}
@@ -299,6 +301,16 @@ def _note_behind(one: str, others: list[str], name: str, found: dict[str, Any]) 
     if (one, inner) in _TWICE:
         outer = "a log_softmax" if one == "LogSoftmaxBackward" else "a sigmoid"
         found["doubled"] = {"loss": name, "outer": outer, "inner": _TWICE[one, inner]}
+
+
+def _is_judged(chain: list[Any], names: list[str]) -> bool:
+    """Whether the last layer before the loss is not trained: it judges what another model has made."""
+    layer = next((one for one, name in zip(chain, names, strict=True) if name in _LAYERS), None)
+    if layer is None:
+        return False
+    given = [one for one, _ in layer.next_functions if one is not None]
+    given += [inner for one in given for inner, _ in one.next_functions if inner is not None]  # of weights, turned
+    return not any("AccumulateGrad" in one.name() for one in given)
 
 
 def _note_sign(names: list[str], name: str, found: dict[str, Any]) -> None:

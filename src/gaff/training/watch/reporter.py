@@ -288,7 +288,8 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
 
     ``guess`` is what guessing gives: of a loss over classes the entropy of the labels where they were seen, else the
     logarithm of the number of classes; of others what the spread of the targets over a batch makes of the loss.
-    ``reach``: the least and the largest target of squared and absolute errors.
+    ``labels``: how often each class comes, of a few. ``reach``: the least and the largest target of squared and
+    absolute errors.
     """
     plain = {name: one for name, one in told.items() if isinstance(one, (str, int, float, bool, type(None), list))}
     factor = told.get("factor", {"loss": "", "by": 1.0})
@@ -300,10 +301,12 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
     if errors:
         plain["reach"] = [min(one["low"] for one in errors), max(one["high"] for one in errors)]
     name, guess = _guess(told)
-    if not name or not 0 < guess < math.inf:
+    if not name or not 0 <= guess < math.inf:
         return plain
     by = factor["by"] if factor["loss"] == name else 1.0
-    return {**plain, "guess_of": name, "guess": by * guess}
+    labels = next((one["labels"] for one in told.get("targets", ()) if "labels" in one), None)
+    counted = {"labels": labels} if labels is not None and "classes" in told and "scores" not in told else {}
+    return {**plain, "guess_of": name, "guess": by * guess, **counted}
 
 
 def _guess(told: Mapping[str, Any]) -> tuple[str, float]:

@@ -195,6 +195,8 @@ class SampledStep:
         self.routes.run_begins()
         for at, (key, tensor) in enumerate(iter_tensors((args, kwargs))):
             value = readable(tensor) if tensor.is_floating_point() else None
+            if value is None:
+                self.facts["given_others"] = True  # that are no numbers, or cannot be read
             if value is not None and at < _MOST_INPUTS:
                 site = str(Site(path, port="input", key=() if key == (0, 0) else key[1:]))
                 made = "" if tensor.requires_grad else site  # by another model, no data

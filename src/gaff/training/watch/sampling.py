@@ -16,6 +16,7 @@ from gaff.training.watch.recorder import bytes_of
 from gaff.training.watch.routers import load_of
 from gaff.training.watch.sampled_step import SampledStep
 
+_ROUNDING = 3e-6  # of a sum of a few dozen products in float32
 _ROUNDED = 1e-3  # how far a sum that is divided by its number may be from the mean
 
 
@@ -59,7 +60,7 @@ def reading_of(
 def plain(fact: Any) -> Any:
     """A fact with numbers in place of tensors, which may be on a device, also inside tuples and dicts."""
     if isinstance(fact, Tensor):
-        return losses.read(fact)
+        return fact.tolist() if fact.dim() else losses.read(fact)
     if isinstance(fact, tuple):
         return tuple(map(plain, fact))
     return {name: plain(one) for name, one in fact.items()} if isinstance(fact, dict) else fact
@@ -87,7 +88,8 @@ def _units(tables: Tensor, inputs: Sequence[int]) -> list[Units]:
     size = torch.maximum(largest.abs(), smallest.abs())
     count = tables.shape[2]
     active = bytes_of(size >= 1e-5)
-    is_constant = (largest - smallest <= 1e-6 * size).all(1).tolist()
+    usual = torch.maximum(size, size.median(1, keepdim=True).values)  # one near zero is noise beside the others
+    is_constant = (largest - smallest <= _ROUNDING * usual).all(1).tolist()
     middle, most = magnitude.median(1).values.tolist(), magnitude.amax(1).tolist()
     return [
         Units(count, seen, int.from_bytes(active[at * count : (at + 1) * count], "little"), is_constant[at],

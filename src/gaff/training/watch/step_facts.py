@@ -27,6 +27,7 @@ from gaff.training.watch.updates import Update
 
 OVER_CLASSES = ("cross_entropy", "nll_loss")
 ERRORS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_MOST_CLASSES = 64  # of which it is told how often each comes
 _LEAST_ROWS = 8  # of a batch of targets whose variance says something
 _NORMAL = 1e-2  # by how much a sum of probabilities may be off, by rounding
 _MOST_BYTES = 1 << 16  # of a tensor in a fingerprint
@@ -75,7 +76,10 @@ def target_of(name: str, output: Any, target: Tensor) -> dict[str, Any]:
         told["is_normal"] = plain.is_floating_point() and plain.dim() > 0 and _are_probabilities(plain)
     classes = shape[1:2] or shape  # of [batch, classes, ...], or of [classes] alone
     if name in OVER_CLASSES and not plain.is_floating_point() and plain.numel() > 1 and classes:
-        told["entropy"] = _entropy(plain.flatten(), classes[0])
+        counts = _counts(plain.flatten(), classes[0])
+        told["entropy"] = _entropy(counts)
+        if classes[0] <= _MOST_CLASSES:
+            told["labels"] = counts
     if name in _GUESSES and plain.is_floating_point() and plain.dim() and plain.shape[0] >= _LEAST_ROWS:
         told["spread"] = _GUESSES[name](plain.float())
     return told
@@ -109,15 +113,18 @@ _GUESSES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _entropy(labels: Tensor, classes: int) -> Tensor:
-    """The entropy of the labels of a batch in nats, of dimension 0, corrected for how few they are (Miller, 1955).
-
-    That is the cross entropy of a model that knows how often each class comes, and nothing else. Labels that are no
-    class, which losses pass over, are left out.
-    """
+def _counts(labels: Tensor, classes: int) -> Tensor:
+    """How often each class comes, ``[classes]``; labels that are none, which losses pass over, are left out."""
     inside = ((labels >= 0) & (labels < classes)).float()
     counts = torch.zeros(classes, dtype=torch.float32, device=labels.device)
-    counts.scatter_add_(0, labels.long().clamp(0, classes - 1), inside)
+    return counts.scatter_add_(0, labels.long().clamp(0, classes - 1), inside)
+
+
+def _entropy(counts: Tensor) -> Tensor:
+    """The entropy of the labels of a batch in nats, of dimension 0, corrected for how few they are (Miller, 1955).
+
+    That is the cross entropy of a model that knows how often each class comes, and nothing else.
+    """
     total = counts.sum().clamp(min=1)
     shares = counts / total
     return -torch.xlogy(shares, shares).sum() + ((counts > 0).sum() - 1) / (2 * total)
@@ -165,9 +172,10 @@ def has_modes(module: nn.Module, *, training: bool = True) -> bool:
     )
 
 
-def has_batch_norm(module: nn.Module) -> bool:
-    """Whether something inside normalises over the batch, being in training mode."""
-    return any(one.training and isinstance(one, nn.modules.batchnorm._BatchNorm) for one in module.modules())
+def batch_norms(module: nn.Module) -> list[tuple[str, int]]:
+    """The path and the number of channels of what normalises over the batch inside, being in training mode."""
+    kind = nn.modules.batchnorm._BatchNorm
+    return [(path, one.num_features) for path, one, _ in iter_modules(module) if one.training and isinstance(one, kind)]
 
 
 def inventory(model: nn.Module) -> dict[str, Any]:
