@@ -1098,3 +1098,30 @@ def test_gradients_of_batches_of_other_lengths_are_lost_as_well(tmp_path):
                 optimizer.step()
 
     assert "gradients_lost" in told(tmp_path, train)[0]
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_the_real_half_of_a_discriminator_that_is_cleared_before_its_step_is_told(tmp_path, is_lost):
+    """What the generator's own pass leaves at the discriminator is cleared by all, and no loss."""
+
+    def train():
+        made, judge = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        first, second = (torch.optim.Adam(one.parameters(), 1e-3) for one in (made, judge))
+        error = nn.BCEWithLogitsLoss()
+        for x, _ in batches(40):
+            fake = made(torch.randn(16, 4))
+            if not is_lost:
+                second.zero_grad()
+            error(judge(x), torch.ones(16, 1)).backward()
+            if is_lost:
+                second.zero_grad()
+            error(judge(fake.detach()), torch.zeros(16, 1)).backward()
+            second.step()
+            first.zero_grad()
+            error(judge(fake), torch.ones(16, 1)).backward()
+            first.step()
+
+    found, _ = told(tmp_path, train)
+    assert ("gradients_lost" in found) == is_lost
+    if is_lost:
+        assert "are cleared before a step of Adam has used them" in found["gradients_lost"].message

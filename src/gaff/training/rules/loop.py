@@ -57,10 +57,16 @@ def never_stepped(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.5,
 )
 def gradients_lost(sample: Sample, past: Past) -> Iterator[Hit]:
-    """What a backward pass has left is gone when the next one from the same loss begins, of another batch of about the
-    same size, weights are what they were, and the step uses what the last one has left, but for a factor. Of passes
-    that reach no leaf but parameters, and of the first 64 parameters. Certain."""
+    """What a backward pass has left is gone when the next one begins, of another batch of about the same size, weights
+    are what they were, and the step uses what the last one has left, but for a factor. That one is from the same loss,
+    or the first has brought gradients to this optimizer alone. Of passes that reach no leaf but parameters, and of the
+    first 64 parameters. Certain."""
     for one in sample.facts.get("lost", ()):
+        if one["loss"] != one["kept"]:
+            told = f"the gradients of {one['loss']!r} are cleared before a step of {one['optimizer']} has used them"
+            yield Hit(("", ""), f"{told}: it uses those of {one['kept']!r} alone", lost=one["lost"],
+                      optimizer=one["optimizer"])  # fmt: skip
+            continue
         passes = f"of {one['lost'] + 1} backward passes from {one['loss']!r} ahead of a step of {one['optimizer']}"
         told = f"{passes} only the last counts: the gradients of those before it are cleared"
         yield Hit(("", ""), told, lost=one["lost"], optimizer=one["optimizer"])

@@ -43,6 +43,7 @@ class _Left(NamedTuple):
 
     ``weights``: the norms of its parameters then, which tell whether somebody has changed them since. ``factor``: by
     what a GradScaler had multiplied the loss, if it had. ``batch``: what the latest run before it was given.
+    ``is_alone``: the pass has brought gradients to no other optimizer, so that they were meant for this one.
     """
 
     name: str
@@ -50,6 +51,7 @@ class _Left(NamedTuple):
     batch: Batch | None
     pulled: list[_Pulled]
     weights: list[Tensor]
+    is_alone: bool
 
     def first(self) -> _Pulled | None:
         """The first that is not zero. Waits for the device."""
@@ -62,9 +64,10 @@ class LostPasses:
     One counts if what it left at a parameter is gone, or zero, when the next pass begins, while all parameters are what
     they were (else it was a step by hand, or a perturbation of them), if the next one is of another batch of about
     the same size (else gradients were measured, of one loss among several or of a part of the batch), and if the step
-    then uses what the last pass of the same loss has left, but for a factor. Passes that reach a leaf which is no
-    parameter are for that leaf. Made when an optimizer has stepped. Holds gradients weakly, and batches until the step;
-    waits for the device where a step has several passes.
+    then uses what the last pass has left, but for a factor: one of the same loss, or of any where the first was meant
+    for this optimizer alone. Passes that reach a leaf which is no parameter are for that leaf. Made when an optimizer
+    has stepped. Holds gradients weakly, and batches until the step; waits for the device where a step has several
+    passes.
     """
 
     def __init__(self, optimizers: Iterable[Any] = ()) -> None:
@@ -74,7 +77,7 @@ class LostPasses:
         self.has_passed = False  # a backward pass has begun since
         self._before: dict[int, dict[int, _Mark]] = {}  # by optimizer and parameter, as a pass begins
         self._left: dict[int, _Left] = {}  # by optimizer: by the last pass that has changed a gradient of it
-        self._lost: Counter[tuple[int, str]] = Counter()
+        self._lost: Counter[tuple[int, str, bool]] = Counter()  # by optimizer, loss, and whether it was meant alone
         self._is_aside = False  # the pass in progress reaches a leaf that is no parameter
         self._batch: Batch | None = None  # what the latest run before that pass was given
 
@@ -122,7 +125,7 @@ class LostPasses:
                 and _is_lost(left)
                 and _are_alike(_norms(optimizer), left.weights)
             ):
-                self._lost[id(optimizer), left.name] += 1
+                self._lost[id(optimizer), left.name, left.is_alone] += 1
             self._before[id(optimizer)] = {id(one): _mark(gradient) for one, gradient in _gradients(optimizer)}
 
     def ended(self, optimizers: Iterable[Any], name: str, factor: Any) -> None:
@@ -130,6 +133,7 @@ class LostPasses:
 
         ``factor``: by what a GradScaler has multiplied the loss, None where it has not.
         """
+        reached = []
         for optimizer in optimizers if self._before else ():
             before = self._before.pop(id(optimizer), {})
             changed = (pair for pair in _gradients(optimizer) if before.get(id(pair[0])) != _mark(pair[1]))
@@ -139,15 +143,24 @@ class LostPasses:
                 if (copy := _copy_of(gradient)) is not None
             ]
             if found:
-                self._left[id(optimizer)] = _Left(name, factor, self._batch, found, _norms(optimizer))
+                reached.append((optimizer, found))
+        for optimizer, found in reached:
+            left = _Left(name, factor, self._batch, found, _norms(optimizer), len(reached) == 1)
+            self._left[id(optimizer)] = left
 
     def used(self, optimizer: Any) -> None:
         """An optimizer is about to step: what was lost before is a fact, if it uses what the last pass has left."""
         left = self._left.get(id(optimizer))
-        lost = self._lost.pop((id(optimizer), left.name), 0) if left is not None else 0
+        lost: Counter[str] = Counter()
+        for key in [key for key in self._lost if key[0] == id(optimizer)]:
+            _, name, is_alone = key
+            if left is not None and (is_alone or name == left.name):
+                lost[name] += self._lost[key]
+            del self._lost[key]
         self._left.clear()  # what that pass has left at others was not meant for them
         if left is not None and lost and _is_used(left):
-            self.facts.append({"loss": left.name, "lost": lost, "optimizer": type(optimizer).__name__})
+            kept = {"kept": left.name, "optimizer": type(optimizer).__name__}
+            self.facts += [{"loss": name, "lost": count, **kept} for name, count in lost.items()]
 
 
 def _gradients(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
