@@ -1125,3 +1125,47 @@ def test_the_real_half_of_a_discriminator_that_is_cleared_before_its_step_is_tol
     assert ("gradients_lost" in found) == is_lost
     if is_lost:
         assert "are cleared before a step of Adam has used them" in found["gradients_lost"].message
+
+
+@pytest.mark.parametrize("way", ["average", "restored", "clamped", "left"])
+def test_weights_that_are_written_back_after_each_step_are_told(tmp_path, way):
+    def train():
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        before = [one.detach().clone() for one in model.parameters()]
+        for x, y in batches(60):
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for one, other in zip(model.parameters(), before, strict=True):
+                    if way == "average":
+                        one.copy_(other.lerp_(one, 1e-3))
+                    elif way == "restored":
+                        one.copy_(other)
+                    elif way == "clamped":
+                        one.clamp_(-0.3, 0.3)
+
+    found, record = told(tmp_path, train)
+    assert ("written_back" in found) == (way in ("average", "restored"))
+    if "written_back" in found:
+        assert record.verdict.name == "written_back"
+        assert "of what a step of Adam has changed is there at the next" in record.verdict.cause
+
+
+def test_inner_loops_that_begin_anew_are_not_told_where_the_outer_one_learns(tmp_path):
+    """The weights go back after each inner step, and a part of the way is kept, as in Reptile of one step."""
+
+    def train():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        for x, y in batches(120):
+            before = [one.detach().clone() for one in model.parameters()]
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for one, other in zip(model.parameters(), before, strict=True):
+                    one.copy_(other.lerp(one, 0.3))
+
+    assert "written_back" not in told(tmp_path, train)[0]

@@ -65,6 +65,8 @@ def claims(case: RunCase) -> list[Claim]:
         return []
     if _has_rates(case):
         case = case.without("lr_zero")
+    if _has_learned(case):
+        case = case.without("written_back")
     if case.has_settled:  # updates that are nothing any more are what the schedule wants
         case = case.without("never_updated").without("update_small")
     if case.optimizers > 1 and not case.evaluated:
@@ -112,11 +114,12 @@ def _symptom(finding: Finding, case: RunCase) -> Claim:
 
 
 # What the process has done or left out: the finding is the cause itself.
-READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_sign", "broadcast", "symmetric_units",
-         "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "wrong_parameters", "cleared_before_step",
-         "zero_at_the_step", "never_trained", "never_updated", "clipped_while_scaled", "targets_no_probabilities",
-         "gradients_lost", "clipped_too_early", "sees_the_future", "stepped_again", "stepped_while_scaled", "one_class",
-         "kl_of_probabilities", "made_in_forward", "nothing_loaded")  # fmt: skip
+READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_sign", "broadcast",
+         "symmetric_units", "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "wrong_parameters",
+         "cleared_before_step", "zero_at_the_step", "never_trained", "never_updated", "clipped_while_scaled",
+         "targets_no_probabilities", "written_back", "gradients_lost", "clipped_too_early", "sees_the_future",
+         "stepped_again", "stepped_while_scaled", "one_class", "kl_of_probabilities", "made_in_forward",
+         "nothing_loaded")  # fmt: skip
 
 # Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
 FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant")

@@ -20,6 +20,7 @@ from gaff.record.statistics import Numbers
 from gaff.training.rules.registry import Hit, Past, rule
 
 _LEAST_USUAL = 8  # looks that tell what is usual
+_KEPT = 0.05  # of a change that is still there
 _SPIKE = 10.0
 
 _SQUARES_OVERFLOW = 1e18  # gradients whose squares are near the end of float32
@@ -156,6 +157,25 @@ def zero_at_the_step(sample: Sample, past: Past) -> Iterator[Hit]:
             most = (sample.facts.get("clipped") or {}).get("most", sample.facts.get("clipped_by_value"))
             told = "gradients passed, and were clipped to 0: nothing is learned from them" if most == 0 else ""
             yield Hit((model, ""), told, weights=lost)
+
+
+@rule(
+    "written_back",
+    severity="error",
+    means="what a step has changed is gone when the next one begins: the weights are written back",
+    cause="an average (EMA) or a saved state is copied into the model after each step, or its weights are rounded",
+    remedy="keep averages in a copy of the model; look for what writes to parameters after optimizer.step()",
+    least=5,
+    share=0.0,
+)
+def written_back(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Of the change that a step has made, less than a twentieth is there at the beginning of the very next step, where
+    both were looked at, as at the first of a run, and no loss has fallen by a tenth: inner loops that begin anew on
+    purpose go on learning. Certain."""
+    found = sample.facts.get("kept")
+    if found and found["share"] < _KEPT and not any(has_fallen(past, name) for name in past.losses):
+        told = f"{max(0.0, found['share']):.2g} of what a step of {found['optimizer']} has changed is there at the next"
+        yield Hit(("", ""), f"{told}: weights are written back in between", kept=found["share"])
 
 
 @rule(

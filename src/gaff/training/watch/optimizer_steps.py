@@ -23,6 +23,7 @@ from gaff.training.watch.optimizers import Optimizers
 from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.step_state import LoopEvent, StepState
 from gaff.training.watch.updates import Clearing, Update
+from gaff.training.watch.written_back import WrittenBack
 
 _SOME = 64  # parameters of a model that tell whether its weights were reset
 _MOMENTS = 4  # what an optimizer keeps is read at every fourth look
@@ -43,6 +44,7 @@ class OptimizerSteps:
         self.idle = IdleOptimizers(models, self.optimizers)
         self.clearing = Clearing()
         self.lost = LostPasses()
+        self._written = WrittenBack()
         self.updates: dict[int, Update] = {}
         self.skipped = 0
         self.in_a_row = 0
@@ -111,6 +113,9 @@ class OptimizerSteps:
         self.lost.used(optimizer)
         update.begin()
         self.updates[id(optimizer)] = update
+        kept = self._written.begins(optimizer, self.optimizers.counts.get(optimizer, 0), update)
+        if kept is not None:
+            sampled.facts["kept"] = {"share": kept, "optimizer": name}
         if optimizer not in self.optimizers.counts and _averages(optimizer):
             now = self._marks()
             same = {model for model, marks in self._weights.items() if marks and now.get(model) == marks}
@@ -131,6 +136,7 @@ class OptimizerSteps:
             update = self.updates.get(id(optimizer))
             if update is not None:
                 update.end()
+                self._written.ended(optimizer, self.optimizers.counts.get(optimizer, 0) - 1, update)
         if is_end:
             self._skipper = None
             self._stepped = {id(optimizer)}
@@ -191,6 +197,7 @@ class OptimizerSteps:
         self.updates.clear()
         self.optimizers.forget()
         self.clearing.forget()
+        self._written.forget()
 
 
 def rate_of(optimizer: Any) -> float:

@@ -24,6 +24,10 @@ from gaff.training.watch.models import Models
 
 _WHOLE = 1 << 14  # elements; of larger tensors a sample of an odd stride is copied
 _FEW = 1 << 12
+_LEAST = 1 << 8
+Changed = list[
+    tuple[Key, Tensor, Tensor]
+]  # a few elements of each parameter: as they were, and by how much they changed
 _PROBES = 4  # parameters asked whether their gradients were cleared
 
 
@@ -61,6 +65,7 @@ class Update:
         self.owned: list[Owned] = []
         self.was_cleared = True
         self.is_fed = False  # any of its parameters has a gradient, whether a watched model has it or not
+        self.changed: Changed = []
         self._marks: list[tuple[int, int] | None] = []  # of gradients before the step
         self.has_closure = has_closure  # it brings the gradients, during the step
         self._has_moments = has_moments  # whether to read what the optimizer keeps
@@ -132,6 +137,8 @@ class Update:
             if same:
                 changes = torch._foreach_sub([now for _, now, _ in same], [before for *_, before in same])
                 self._observe("update", [(one, change) for (one, *_), change in zip(same, changes, strict=True)])
+                self.changed = [((one.model, one.path), before[:_LEAST].clone(), change[:_LEAST].clone())
+                                for (one, _, before), change in zip(same, changes, strict=True)]  # fmt: skip
             for one in self.owned:
                 one.before = None
             if self._has_moments:
