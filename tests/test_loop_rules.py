@@ -1169,3 +1169,30 @@ def test_inner_loops_that_begin_anew_are_not_told_where_the_outer_one_learns(tmp
                     one.copy_(other.lerp(one, 0.3))
 
     assert "written_back" not in told(tmp_path, train)[0]
+
+
+@pytest.mark.parametrize("spread", [0.3, 0.05])
+def test_a_recurrence_that_explodes_from_the_first_step_is_told_by_its_weights(tmp_path, spread):
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.last = nn.RNN(1, 64, nonlinearity="relu", batch_first=True), nn.Linear(64, 1)
+            nn.init.normal_(self.cell.weight_hh_l0, std=spread)
+
+        def forward(self, x):
+            return self.last(self.cell(x)[0][:, -1])[:, 0]
+
+    def train():
+        model = Sums()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for _ in range(40):
+            x = torch.rand(32, 40, 1)
+            optimizer.zero_grad()
+            getattr(F, "mse_loss")(model(x), x.mean((1, 2))).backward()  # noqa: B009
+            optimizer.step()
+
+    verdict = told(tmp_path, train)[1].verdict
+    assert (verdict.name == "begins_too_large") == (spread == 0.3), verdict
+    if spread == 0.3:
+        assert "where guessing comes to" in verdict.evidence[0]
+        assert "orthogonal ones for a recurrence" in verdict.remedy

@@ -261,10 +261,10 @@ def steps_too_large(case: RunCase) -> Claim | None:
 
 @cause
 def not_finite(case: RunCase) -> Claim | None:
-    """A NaN or inf whose place is known. Certain that it came; where the loss had risen before, only what it came from
-    is told by another cause."""
+    """A NaN or inf whose place is known. Certain that it came; where the loss had risen before, or was far too large at
+    first, only what it came from is told by another cause."""
     finding = case.found("nonfinite")
-    if finding is None or case.rise is not None:
+    if finding is None or case.rise is not None or case.is_too_large_at_first:
         return None
     return Claim("nonfinite", "certain", finding.message or told_of(finding), origin_of(finding), finding.since,
                  finding.remedy, tuple(one.rule for one in case.findings if one is not finding))  # fmt: skip

@@ -91,6 +91,17 @@ class RunCase:
         return len(values) >= 12 and rises and 0 < 1000 * values[0] <= values[-1]
 
     @property
+    def is_too_large_at_first(self) -> bool:
+        """Whether the first loss of a regression is a hundred times what guessing gives, and its targets are near zero.
+
+        A model that returns zeros would have at most a twenty-fifth of that loss. Not where inputs are far from zero.
+        """
+        if self.loss is None or self.reach is None or self.is_acting or self.found("input_scale") is not None:
+            return False
+        (name, curve), farthest = self.loss, max(map(abs, self.reach))
+        return curve.start > max(100 * self.guess.get(name, math.inf), 25 * farthest, 25 * farthest**2)
+
+    @property
     def has_settled(self) -> bool:
         """Whether the learning rate went to a hundredth once the loss had fallen to half, which has not fallen since.
 

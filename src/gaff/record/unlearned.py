@@ -91,6 +91,28 @@ def targets_far_from_zero(case: RunCase) -> Claim | None:
 
 
 @cause
+def begins_too_large(case: RunCase) -> Claim | None:
+    """A model that returns far too much at first, as a recurrence does that grows from step to step.
+
+    Where something follows from it: gradients or updates that are too large, a loss that rises, jumps or becomes NaN.
+    """
+    harm = case.found("nonfinite", "exploding", "diverging", "update_large", "half_range")
+    if case.loss is None or case.reach is None or not case.is_too_large_at_first:
+        return None
+    if harm is None and case.jump is None and case.rise is None:
+        return None
+    (name, curve), farthest = case.loss, max(map(abs, case.reach))
+    told = (f"the first loss is {curve.start:.4g}, where guessing comes to {case.guess[name]:.4g}, and no target is "
+            f"above {farthest:.4g} in magnitude", *(() if harm is None else (evidence_of(harm),)))  # fmt: skip
+    return Claim("begins_too_large", "likely", "what the model returns at first is far too large: its initial weights "
+                 "make values grow from layer to layer, or from step to step", told, 0,
+                 "smaller initial weights, orthogonal ones for a recurrence; normalise between layers; gaff.trace "
+                 "tells where values grow", ("learning_rate_too_high", "nonfinite", "exploding", "diverging",
+                 "update_large", "loss_spike", "dead_units", "sparse_gradient", "half_range", "initial_loss"),
+                 ("lr=0.1x", "clip"))  # fmt: skip
+
+
+@cause
 def learning_rate_is_gone(case: RunCase) -> Claim | None:
     """A learning rate below a hundredth of its highest for more than half of the run: its schedule is too fast.
 
