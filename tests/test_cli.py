@@ -114,7 +114,7 @@ def test_sites_as_tree_data_and_with_shapes(capsys):
             ("trace", "examples/digits.py:nothing"),
             "gaff: examples/digits.py:nothing: .* has no 'nothing': expected one of Head, DigitNet, digits, model, image",
         ),
-        (("trace", "examples/digits.py:TEST_FROM"), "is a int: expected a torch module"),
+        (("trace", "examples/digits.py:TEST_FROM"), "is of type int: expected a torch module"),
         (("trace", "digits"), "gaff: 'digits' is no model: expected file.py:name"),
         (("trace", "no_such.part:model"), "gaff: no module 'no_such': expected one of this folder or one that is inst"),
         (("trace", "examples/digits:model"), "gaff: 'examples/digits' is no name of a module: expected package.module"),
@@ -661,3 +661,24 @@ def test_features_are_arrays_of_numpy_by_the_ending(tmp_path, capsys):
 def test_a_type_that_numpy_lacks_is_refused_by_its_address():
     with pytest.raises(gaff.PlanError, match="a: NumPy takes no torch.bfloat16 of torch.strided"):
         tensors.save_values({"a": torch.ones(2, dtype=torch.bfloat16)}, None, "x.npy", "")
+
+
+def test_nan_of_a_script_that_prints_leaves_stdout_to_the_report(capsys, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nprint('hello')\nmodel = torch.nn.Linear(2, 2)\nmodel(torch.full((1, 2), float('nan')))\n"
+    )
+    code, out, err = run(capsys, "nan", "--json", str(script))
+    assert code == 3
+    assert json.loads(out)["found"] is True
+    assert "hello" in err
+
+
+def test_nan_of_a_script_that_fails_tells_its_traceback_alone(capsys, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))\nraise KeyError('x')\n")
+    with pytest.raises(SystemExit):
+        run(capsys, "nan", str(script))
+    told = capsys.readouterr().err
+    assert "KeyError: 'x'" in told
+    assert "runpy" not in told

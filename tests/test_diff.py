@@ -633,3 +633,22 @@ def test_a_batch_of_another_size_is_another_one():
     assert "different inputs: shape 4x2 against 8x2" in found.verdict
     turned = gaff.diff(gaff.trace(nn.Flatten(), x), gaff.trace(nn.Flatten(0), x))
     assert not turned  # as many elements in another shape
+
+
+@pytest.mark.parametrize("change", ["double", "channels_last", "bfloat16"])
+def test_gradients_that_cancel_are_the_rounding_of_those_before_them(change):
+    """That of a bias before batch norm is zero in theory; so are all that pass a layer norm from the mean of its output."""
+    torch.manual_seed(0)
+    normed = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+    ended = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 16), nn.LayerNorm(16))
+    x = torch.randn(4, 3, 8, 8)
+    memory_format = torch.channels_last if change == "channels_last" else torch.preserve_format
+    dtype = {"double": torch.float64, "bfloat16": torch.bfloat16}.get(change, torch.float32)
+    for model, loss in ((normed, lambda y: y.float().square().mean()), (ended, lambda y: y.float().mean())):
+        other = copy.deepcopy(model).to(dtype=dtype, memory_format=memory_format)
+        given = x.to(dtype=dtype, memory_format=memory_format)
+        found = gaff.diff(gaff.trace(model, x, backward=loss), gaff.trace(other, given, backward=loss))
+        assert not found, found.verdict
+        with torch.no_grad():
+            other[-1].weight.mul_(1.5)
+        assert gaff.diff(gaff.trace(model, x, backward=loss), gaff.trace(other, given, backward=loss))

@@ -267,3 +267,42 @@ def test_an_infinity_that_the_forward_pass_has_healed_is_the_origin_of_what_back
         model[0].weight[0, 0] = math.inf
     told = gaff.find_nonfinite(lambda: model(torch.randn(3, 4)).sum().backward(), model=model)
     assert (told.direction, told.site) == ("before", "0.weight:param")
+
+
+class Applied(nn.Module):
+    """A linear layer, and what a function makes of its output."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+HELD, CLOSED = torch.full((4,), math.inf), torch.tensor([-math.inf, 0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("function", "site", "cause"),
+    [
+        (lambda h: (h * 0) * HELD, "/mul", "met a 0: 0 * inf is NaN"),
+        (lambda h: (h - HELD) - (h - HELD), "/sub", "met another: inf - inf is NaN"),
+        (lambda h: (h + CLOSED) * 0, "/mul", "met a 0: 0 * inf is NaN"),
+        (lambda h: (h + CLOSED).mul_(0.0), "/mul_", "met a 0: 0 * inf is NaN"),
+    ],
+)
+def test_a_nan_made_of_an_infinity_that_a_forward_holds_is_that_ops(function, site, cause):
+    model = Applied(function)
+    report = gaff.find_nonfinite(lambda: model(torch.randn(3, 4)).sum().backward(), model=model)
+    assert report.site.startswith(site)
+    assert cause in report.cause
+
+
+def test_a_target_of_zero_at_a_closed_class_of_kl_div_is_told_as_that():
+    target = torch.tensor([[0.5, 0.5, 0.0, 0.0]]).expand(3, 4)
+    model = Applied(lambda h: torch.log_softmax(h.masked_fill(torch.tensor([0, 0, 0, 1]).bool(), -math.inf), -1))
+    report = gaff.find_nonfinite(
+        lambda: nn.functional.kl_div(model(torch.randn(3, 4)), target, reduction="sum").backward(), model=model
+    )
+    assert "has a target of exactly 0, and 0 * inf is NaN" in report.cause

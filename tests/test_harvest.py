@@ -978,3 +978,24 @@ def test_check_tells_of_every_file(tmp_path, capsys, damaged):
     capsys.readouterr()
     assert main(["check", str(out)]) == 3
     assert ("order-" if damaged == "order" else "000001") in capsys.readouterr().out
+
+
+def test_a_model_that_writes_into_its_batch_changes_neither_rows_nor_labels(tmp_path):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(10, 3)
+
+        def forward(self, input_ids, attention_mask):
+            input_ids[input_ids == 5] = 0
+            attention_mask.zero_()
+            return self.embedding(input_ids)
+
+    tokens = torch.tensor([[1, 5, 2], [5, 5, 3]])
+    batch = {"input_ids": tokens.clone(), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
+    store = gaff.harvest(
+        Writes(), [batch], "embedding", out=tmp_path / "acts", rows="token", labels={"mine": "input_ids"}
+    )
+    assert store.labels["token"][:].tolist() == tokens.flatten().tolist()
+    assert store.labels["mine"][range(6)].tolist() == tokens.flatten().tolist()
+    assert torch.equal(batch["input_ids"], tokens)

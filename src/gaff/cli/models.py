@@ -46,7 +46,9 @@ def load_model(spec: str) -> Loaded:
     module, value = load_name(spec)
     built = value if isinstance(value, nn.Module) else value() if callable(value) else value
     if not isinstance(built, nn.Module):
-        raise PlanError(f"{spec!r} is a {type(built).__name__}: expected a torch module, or a function that builds one")
+        raise PlanError(
+            f"{spec!r} is of type {type(built).__name__}: expected a torch module, or a function that builds one"
+        )
     return Loaded(built, getattr(module, "preprocess", None))
 
 

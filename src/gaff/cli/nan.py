@@ -7,6 +7,8 @@ every model that it calls; a bad step stops it, and is looked at op by op.
 from __future__ import annotations
 
 import argparse
+import sys
+from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from gaff.cli.options import MODEL_HELP, add_table
@@ -33,7 +35,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--again", action="store_true", help="of a script: where it began outside its models, run it once more and look"
     )
     add_table(parser)
-    parser.epilog = "example: gaff nan --again train.py --epochs 3"
+    parser.epilog = "example: gaff nan --again train.py --epochs 3; with --json, what a script prints goes to stderr"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,7 +46,9 @@ def run(options: argparse.Namespace) -> int:
         raise PlanError(f"--loss goes with a model: expected no {options.loss!r}, since a script has a loss of its own")
     from gaff.cli.script import examine
 
-    return _print(examine(options.model, options.rest, allow=options.allow, again=options.again), options)
+    with redirect_stdout(sys.stderr) if options.json or options.plain else nullcontext():  # stdout is the report's
+        report = examine(options.model, options.rest, allow=options.allow, again=options.again)
+    return _print(report, options)
 
 
 def _in_model(options: argparse.Namespace) -> Report:

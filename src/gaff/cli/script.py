@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,8 +52,8 @@ def examine(path: str, arguments: Sequence[str], *, allow: Sequence[str], again:
             raise
     except SystemExit as stop:
         code = stop.code
-    except Exception:  # noqa: BLE001  # of the script itself, told as python would
-        traceback.print_exc()
+    except Exception as error:  # noqa: BLE001  # of the script itself, told as python would
+        traceback.print_exception(error.with_traceback(_within(error.__traceback__, path)))
         code = 1
     found = next((report for one in guards for report in one.reports), losses.report)
     if found is not None:
@@ -65,6 +66,14 @@ def examine(path: str, arguments: Sequence[str], *, allow: Sequence[str], again:
         raise PlanError(f"{path!r} called no module of torch: expected a training script; there was nothing to look at")
     steps = sum(one.steps for one in guards)
     return Report(False, notes=(f"looked at {counted(len(guards), 'model')}, {counted(steps, 'optimizer step')}",))
+
+
+def _within(trace: TracebackType | None, path: str) -> TracebackType | None:
+    """A traceback from the frame of the script on; as it is where the script did not come to run."""
+    inside = trace
+    while inside is not None and inside.tb_frame.f_code.co_filename != str(Path(path).absolute()):
+        inside = inside.tb_next
+    return inside or trace
 
 
 class _Losses:

@@ -76,9 +76,10 @@ class ShardMaker:
         _OpenShard(again, given.number, self._job.options).take(given, self.read(self.moved(given)))
 
     def moved(self, given: Numbered) -> Numbered:
-        """The batch's arguments on the device of the model."""
+        """The batch's arguments on the device of the model, in memory of their own: it may write into what it is given,
+        and rows and labels are told by the batch as it came."""
         args, kwargs = map_tensors(
-            (given.args, given.kwargs), lambda tensor: tensor.to(self._device, non_blocking=True)
+            (given.args, given.kwargs), lambda tensor: tensor.to(self._device, non_blocking=True, copy=True)
         )
         return given._replace(args=args, kwargs=kwargs)
 

@@ -60,6 +60,7 @@ class Column:
             return self._run(first, max(first, last))
         if isinstance(index, (tuple, bool)) or index is None or index is Ellipsis:
             raise IndexError(f"{index!r}: expected a row, a slice of rows, or a list of them, and no second index")
+        index = list(index) if isinstance(index, range) else index
         if not isinstance(index, list) and getattr(index, "shape", ()) == ():
             return self._row(operator.index(index))
         wanted = torch.as_tensor(index) if len(index) else torch.empty(0, dtype=torch.int64)

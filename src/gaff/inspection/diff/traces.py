@@ -47,12 +47,18 @@ def part_traces(
     forward = len(pairs)
     if a.has_backward and b.has_backward:
         least = _LEAST * _middle([row.grad_output for row in (*a.rows, *b.rows)])
+        largest = 0.0  # of the gradients that came before: what cancels leaves the rounding of these
+        reach: dict[str, tuple[float, float]] = {}  # by module: that, and the norm of the gradient that came to it
         for order, pair in enumerate(reversed(pairs)):
             one, other = a.rows[pair.a], b.rows[pair.b]
             allowed = _allowed(tolerance, forward + order, one, other)
-            sites = one.site, other.site
-            rows += _backward(sites, (one.grad_output, other.grad_output), "backward", pair.how, allowed, least)
-        rows += _parameters(a, b, pairing, tolerance, 2 * forward)
+            left = largest / math.sqrt(forward + order + 1)
+            sites, gradients = (one.site, other.site), (one.grad_output, other.grad_output)
+            rows += _backward(sites, gradients, "backward", pair.how, allowed, max(least, left))
+            came = _middle(gradients)
+            largest = max(largest, came)
+            reach[parse_site(one.site).path] = largest, came
+        rows += _parameters(a, b, pairing, tolerance, 2 * forward, reach)
     notes = [*_remarks(a, b, pairs, rows), *_weights(a, b, pairing), *_between(a, b, pairs, rows)]
     if compared < len(pairs):
         notes.append(f"{len(pairs) - compared} calls returned nothing that can be compared: no real elements")
@@ -349,7 +355,7 @@ def _backward(
     """The row of two gradients, in a list; empty where there is nothing to compare.
 
     A gradient that one of them does not have parts at once. ``least``: a norm below which a gradient counts as
-    rounding of the others, such as that of a key's bias in attention.
+    rounding of the others, such as that of a key's bias in attention, or of a bias before batch norm.
     """
     one, other = gradients
     if one is None or other is None or (one.norm is None and other.norm is None):
@@ -396,16 +402,29 @@ def _paired_parameters(a: Trace, b: Trace, calls: Pairing[CallRow]) -> list[Pair
     return pairing.pairs
 
 
-def _parameters(a: Trace, b: Trace, calls: Pairing[CallRow], tolerance: float | None, order: int) -> list[DiffRow]:
+def _parameters(
+    a: Trace,
+    b: Trace,
+    calls: Pairing[CallRow],
+    tolerance: float | None,
+    order: int,
+    reach: Mapping[str, tuple[float, float]],
+) -> list[DiffRow]:
     """Rows for the gradients of parameters that are the same thing.
 
-    ``order``: how many calls came before, both ways, for the tolerance.
+    ``order``: how many calls came before, both ways, for the tolerance. ``reach``: by the path of a module the
+    largest norm of the gradients before it, and that of the one that came to it: where that is no more than rounding,
+    its parameters get no more, whatever they multiply it by.
     """
+    whole = max((one for one, _ in reach.values()), default=0.0)
     rows: list[DiffRow] = []
     least = _LEAST * _middle([row.grad for row in (*a.parameters, *b.parameters)])
     for pair in _paired_parameters(a, b, calls):
         one, other = a.parameters[pair.a], b.parameters[pair.b]
         sites = tuple(row.site.removesuffix(":param") + ":grad" for row in (one, other))
         allowed = _allowed(tolerance, order, one, other)
-        rows += _backward((sites[0], sites[1]), (one.grad, other.grad), "parameter", pair.how, allowed, least)
+        largest, came = reach.get(parse_site(one.site).path.rpartition(".")[0], (whole, 0.0))
+        left = largest / math.sqrt(order + 1)
+        left = max(least, left, _middle([one.grad, other.grad]) * left / came if came else 0.0)
+        rows += _backward((sites[0], sites[1]), (one.grad, other.grad), "parameter", pair.how, allowed, left)
     return rows

@@ -143,10 +143,10 @@ def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, all
     call, op = begun.call, begun.call.site.op or ""
     unread = only_written(call)
     came = [made for one, made in begun.came if made is not None and not _is_among(one, unread)]
-    real = [made for made in came if not made.is_meant]
+    output = range_of(tensor, "output")
+    real = [made for made in came if not (made.is_meant or (output.nan and _is_kept(made)))]
     if real:
         return min(real, key=lambda made: made.number)
-    output = range_of(tensor, "output")
     is_meant = _is_allowed(call.site, allow) or op in UNINITIALISED or _is_deliberate(call) or is_scaling(call)
     lasting = [made for made in came if made.output.nan]  # a NaN that was put in stays one
     is_asked = op in LOSSES and output.positive_inf and not any(_has_positive(one) for one, _ in begun.came)
@@ -168,6 +168,11 @@ def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, all
     is_constant = is_meant and op not in UNINITIALISED
     cause = _of_constant(call, output) if is_constant else cause_of(case)
     return Made(call.site, "forward", place, cause, output, given, position, is_meant, is_scaling(call))
+
+
+def _is_kept(made: Made) -> bool:
+    """Whether it is an infinite constant that a forward holds: a NaN that an op makes of it is that op's."""
+    return made.direction == "forward" and made.place is None and made.site.op is None and not made.output.nan
 
 
 def _is_among(tensor: Tensor, others: Iterable[Any]) -> bool:

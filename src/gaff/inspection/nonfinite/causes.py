@@ -218,6 +218,11 @@ def _impossible(case: Case) -> str:
             "a class whose score is -inf has a share of the target, or a share of exactly 0, and 0 * inf is NaN: "
             "close classes with a large negative number, not with -inf"
         )
+    if closed and case.op == "kl_div" and case.output.nan:
+        return (
+            "a class whose log-probability is -inf has a target of exactly 0, and 0 * inf is NaN: close classes with a "
+            "large negative number, not with -inf"
+        )
     if closed and case.kwargs.get("label_smoothing"):
         return (
             "label_smoothing asks for every class, also for one that a mask closed with -inf, and its loss is +inf: "
@@ -307,7 +312,8 @@ def _infinities(case: Case) -> str:
         return ""
     op, known = case.op.strip("_"), f"an infinite value that was put in on purpose ({bad[0].kinds} in {bad[0].name})"
     if op in _PRODUCTS:
-        return f"{known} met {'a 0: 0 * inf' if _zero_meets_infinity(case) else 'another: inf - inf'} is NaN"
+        is_zero = op in ("mul", "multiply") or _zero_meets_infinity(case)  # of single numbers nothing else makes a NaN
+        return f"{known} met {'a 0: 0 * inf' if is_zero else 'another: inf - inf'} is NaN"
     if op in ("div", "divide", "true_divide"):
         return f"{known} is divided by another: inf / inf is NaN"
     is_sum = op in _SUMS and (len(case.ranges) > 1 or (bad[0].positive_inf and bad[0].negative_inf))
