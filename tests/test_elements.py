@@ -199,3 +199,13 @@ def test_a_capture_is_neither_copied_nor_pickled():
     for copies in (copy.deepcopy, pickle.dumps):
         with pytest.raises(gaff.PlanError, match="a capture is neither copied nor pickled"):
             copies(got)
+
+
+def test_a_trace_on_the_meta_device_does_not_say_what_has_influence():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5))
+        x = torch.ones(3, 4)
+    trace = gaff.trace(model, x, backward=lambda y: y.mean())
+    assert trace.unused_parameters == ()
+    with gaff.edit(model, {"1": gaff.edits.noise(0.1)}):
+        assert model(x).shape == (3, 5)

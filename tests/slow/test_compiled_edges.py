@@ -879,3 +879,28 @@ def test_a_function_that_is_made_anew_each_time_is_one_variant():
         with gaff.edit(run, {"0": lambda value: value * 2}) as edit:
             run(x)
     assert "inside compiled code: 0 graphs" in str(edit.receipt)
+
+
+def test_a_parameter_that_functional_call_replaces_in_compiled_code_is_refused():
+    """The graph uses the other tensor; the module holds its own again when the graph tells."""
+
+    class Hyper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.makes, self.target = nn.Linear(4, 24), nn.Linear(4, 6)
+
+        def forward(self, x):
+            weight = self.makes(x.mean(0)).view(6, 4)
+            return torch.func.functional_call(self.target, {"weight": weight}, (x,))
+
+    torch.manual_seed(0)
+    model, x = Hyper(), torch.randn(3, 4)
+    with gaff.capture(model, "target.weight:param", "makes") as got:
+        model(x)
+    assert torch.equal(got["target.weight:param"], got["makes"].view(6, 4))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with gaff.capture(compiled, "target.weight:param", "target.bias:param") as got:
+        compiled(x)
+    with pytest.raises(gaff.ExactnessError, match="functional_call"):
+        got["target.weight:param"]

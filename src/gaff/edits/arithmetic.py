@@ -166,7 +166,7 @@ class Noise:
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """The tensor plus noise drawn on its own device, where another kind of device draws other numbers."""
-        draw = generator(event, self.seed, tensor.device)
+        draw = None if tensor.is_meta else generator(event, self.seed, tensor.device)
         noise = torch.empty_like(tensor, requires_grad=False, memory_format=torch.contiguous_format)
         noise.normal_(0.0, self.std, generator=draw)
         return tensor + noise

@@ -321,7 +321,7 @@ def _build(
                          digest)
         )  # fmt: skip
         is_unused = grad.norm is None if grad is not None else used is not None and id(parameter) not in used
-        if parameter.requires_grad and is_unused:
+        if parameter.requires_grad and is_unused and not parameter.is_meta:  # of which nobody knows
             without.append(path)
     name = type(unwrap(model)).__name__
     return Trace(name, rows, tuple(states), tuple(unused), tuple(without), **facts, edges=edges, pictures=pictures)

@@ -45,8 +45,8 @@ from gaff.engine.parameters.values import StateValue
 from gaff.errors import PlanError
 
 GRAPH_WRITES = (
-    "compiled code has written to it before, and brings that into the parameter at its end: open the session under "
-    "torch.compiler.set_stance('force_eager')"
+    "compiled code has written to it before, and brings that into the parameter at its end, or lets another tensor "
+    "stand in for it (torch.func.functional_call): open the session under torch.compiler.set_stance('force_eager')"
 )
 
 
@@ -96,7 +96,8 @@ class EntryHook(HookInside):
             parts = self.parts(values) if self.taps else []
             place = new_place()
             for name in self.names:
-                note_stale(place, was_written(getattr(module, name)))
+                held = getattr(module, name)
+                note_stale(place, not isinstance(held, nn.Parameter) or was_written(held))
             tell(parts, self.token, self.ticket, place, what)
         if not self.edits:
             return None

@@ -280,7 +280,7 @@ def note_odd(place: int, number: int, odd: str) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def note_stale(place: int, is_written: bool) -> None:
-    """As Dynamo traces: note that the graph has written to a parameter before the call at ``place``.
+    """As Dynamo traces: note that the graph has written to a parameter before the call at ``place``, or uses another.
 
     What it writes reaches the parameter when the graph has ended.
     """
