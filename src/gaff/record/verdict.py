@@ -128,7 +128,8 @@ def _judged(case: RunCase) -> str:
         told += f", where guessing comes to {guess:.4g}"
     for function, pairs in list(case.evaluated.items())[:1]:
         at, least = min(pairs, key=lambda pair: pair[1])
-        told += f"; the loss of evaluations, {function}, went from {pairs[0][1]:.4g} to {pairs[-1][1]:.4g}"
+        told += f"; the loss of evaluations, {function}, went from {pairs[0][1]:.4g} to {pairs[-1][1]:.4g}" \
+            if len(pairs) > 1 else f"; that of the one evaluation, {function}, was {least:.4g}"  # fmt: skip
         late = [value for step, value in pairs if step > at][-2:]
         if len(late) == 2 and min(late) > 1.1 * least > 0:
             is_learning = len(case.losses) == 1 and curve.last < 0.9 * curve.at(at)

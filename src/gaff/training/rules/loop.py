@@ -12,7 +12,7 @@ from gaff.training.rules.registry import Hit, Past, rule
 @rule(
     "not_cleared",
     severity="error",
-    means="gradients are not cleared between steps: each step uses the sum of all gradients so far",
+    means="gradients are not cleared between steps: each step uses those of earlier ones, too",
     cause="optimizer.zero_grad() is missing, or called on another optimizer",
     remedy="call optimizer.zero_grad() once for each step, and not between backward passes that belong together",
     least=3,
