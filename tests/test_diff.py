@@ -652,3 +652,20 @@ def test_gradients_that_cancel_are_the_rounding_of_those_before_them(change):
         with torch.no_grad():
             other[-1].weight.mul_(1.5)
         assert gaff.diff(gaff.trace(model, x, backward=loss), gaff.trace(other, given, backward=loss))
+
+
+def test_runs_of_other_lengths_say_how_much_was_compared(tmp_path):
+    records = []
+    for name, steps in (("a", 12), ("b", 9)):
+        torch.manual_seed(0)
+        net = Net(1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        with gaff.watch(net, optimizer, out=tmp_path / name, every=1):
+            for _ in range(steps):
+                optimizer.zero_grad()
+                net(torch.ones(8, 16)).square().mean().backward()
+                optimizer.step()
+        records.append(gaff.load(tmp_path / name))
+    notes = gaff.diff(*records).notes
+    assert "A made 12 steps and B 9: the 9 that were looked at in both were compared" in notes
+    assert not any("were compared" in note for note in gaff.diff(records[0], records[0]).notes)

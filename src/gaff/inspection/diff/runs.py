@@ -92,6 +92,9 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
     rows.sort(key=order)
     if len(notes) > 3:
         notes = [f"{len(notes)} sites were never looked at in the same step"]
+    shared = len(looked[0] & looked[1])
+    if a.steps != b.steps or looked[0] != looked[1]:
+        notes.append(f"A made {a.steps} steps and B {b.steps}: the {shared} that were looked at in both were compared")
     if first is not None:
         notes.append(f"the first number that differs at all is {first}")
     if beyond is not None:
