@@ -155,14 +155,15 @@ class RunCase:
 
         None where that is not ten times the first value, or the first is not positive, or the peak is below half of
         what guessing gives. Of a cross entropy it is enough that it is twice the first value, and above twice of what
-        guessing gives, plus 1: so wrong is only who is sure. Nor where single values are half as high to the end, of
+        guessing gives, plus 1: so wrong is only who is sure. Nor where single values are about as high to the end, of
         a loss that differs from batch to batch by a third of it, and ends no higher than it began.
         """
         if self.optimizers != 1 or len(self.losses) != 1 or self.loss is None or self.is_acting:
             return None
         name, curve = self.loss
         step, peak = curve.early_peak
-        if curve.late_peak > 0.5 * peak and curve.spread > 0.3 * curve.first and curve.last <= curve.first:
+        is_noise = 0.5 * peak < curve.late_peak < 2 * peak and curve.spread > 0.3 * curve.first
+        if is_noise and curve.last <= curve.first:
             return None
         guess = self.guess.get(name, math.inf)
         is_known = guess < math.inf  # far below guessing nothing is lost yet
