@@ -290,13 +290,15 @@ def dropout_high(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.9,
 )
 def batch_norm_of_few(sample: Sample, past: Past) -> Iterator[Hit]:
-    """The model is given one or two examples at a time, and has a BatchNorm in training mode that sees fewer than 64
-    values of a channel; it may see thousands where an image is large."""
+    """The model is given one or two examples at a time, and has a BatchNorm in training mode. Not where that sees 64
+    values of a channel or more, and the model returns as many for each example, as where it makes images of images."""
     for model, norms in sample.facts.get("batch_norm", {}).items():
         rows = [(sample.rows.get((model, path or ":output")), channels) for path, channels in norms]
         least = min((row.count / channels for row, channels in rows if row is not None), default=0)
-        if sample.facts.get("batch", 0) in (1, 2) and least < _FEW_VALUES:
-            yield Hit((model, ""), batch_size=sample.facts["batch"])
+        batch, made = sample.facts.get("batch", 0), sample.rows.get((model, ":output"))
+        is_dense = made is not None and batch and made.count / batch >= _FEW_VALUES
+        if batch in (1, 2) and not (is_dense and least >= _FEW_VALUES):
+            yield Hit((model, ""), batch_size=batch)
 
 
 def _value_of_all(sample: Sample, limit: float) -> float:

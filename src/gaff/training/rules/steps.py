@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from gaff.record.sample import Key, Parameter, Sample, path_of
-from gaff.record.statistics import Numbers
 from gaff.training.rules.registry import Hit, Past, rule
 
 _LEAST_USUAL = 8  # looks that tell what is usual
-_KEPT = 0.05  # of a change that is still there
 _SPIKE = 10.0
 
 _SQUARES_OVERFLOW = 1e18  # gradients whose squares are near the end of float32
@@ -120,65 +118,6 @@ def not_owned(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
-    "cleared_before_step",
-    severity="error",
-    means="gradients passed, and there are none when the optimizer makes its step: nothing is learned from them",
-    cause="optimizer.zero_grad() is called between loss.backward() and optimizer.step(); or they were asked for by "
-    "torch.autograd.grad, and not put into .grad",
-    remedy="optimizer.zero_grad() before loss.backward(), or after optimizer.step(); let backward() make the gradients",
-    least=3,
-    share=0.9,
-    hides=("no_gradient", "never_trained", "zero_gradient", "vanishing", "never_updated", "update_small"),
-)
-def cleared_before_step(sample: Sample, past: Past) -> Iterator[Hit]:
-    """At the step the gradients of all parameters of a model are None, though gradients that are not zero have passed
-    the outputs of the very modules which hold those. Not of a step with a closure, which may clear them at its own end.
-    Certain."""
-    for model, held, lost in _without_gradients(sample):
-        if all(not one.has_grad for _, one in held):
-            yield Hit((model, ""), weights=lost)
-
-
-@rule(
-    "zero_at_the_step",
-    severity="error",
-    means="gradients passed, and those of all parameters are exactly zero when the optimizer makes its step",
-    cause="zero_grad(set_to_none=False) between backward() and step(), clipping to 0, a hook that multiplies by 0, or "
-    "terms of the loss that cancel, as those of a ratio whose older part is not detached",
-    remedy="look at what stands between backward() and step(); detach what is a constant of the loss",
-    least=3,
-    share=0.9,
-    hides=("zero_gradient", "vanishing", "never_updated", "update_small"),
-)
-def zero_at_the_step(sample: Sample, past: Past) -> Iterator[Hit]:
-    """As ``cleared_before_step``, of gradients that are there, and zero in each element. Certain."""
-    for model, held, lost in _without_gradients(sample):
-        if any(one.has_grad for _, one in held):
-            most = (sample.facts.get("clipped") or {}).get("most", sample.facts.get("clipped_by_value"))
-            told = "gradients passed, and were clipped to 0: nothing is learned from them" if most == 0 else ""
-            yield Hit((model, ""), told, weights=lost)
-
-
-@rule(
-    "written_back",
-    severity="error",
-    means="what a step has changed is gone when the next one begins: the weights are written back",
-    cause="an average (EMA) or a saved state is copied into the model after each step, or its weights are rounded",
-    remedy="keep averages in a copy of the model; look for what writes to parameters after optimizer.step()",
-    least=5,
-    share=0.0,
-)
-def written_back(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Of the change that a step has made, less than a twentieth is there at the beginning of the very next step, where
-    both were looked at, as at the first of a run, and no loss has fallen by a tenth: inner loops that begin anew on
-    purpose go on learning. Certain."""
-    found = sample.facts.get("kept")
-    if found and found["share"] < _KEPT and not any(has_fallen(past, name) for name in past.losses):
-        told = f"{max(0.0, found['share']):.2g} of what a step of {found['optimizer']} has changed is there at the next"
-        yield Hit(("", ""), f"{told}: weights are written back in between", kept=found["share"])
-
-
-@rule(
     "never_trained",
     severity="error",
     means="no parameter of a model that an optimizer steps gets a gradient: it never changes",
@@ -191,7 +130,7 @@ def written_back(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def never_trained(sample: Sample, past: Past) -> Iterator[Hit]:
     """``.grad`` of all parameters of a model is None whenever its optimizer steps, without a closure. Certain."""
-    for model, held in _stepped(sample).items():
+    for model, held in stepped(sample).items():
         if (
             model not in past.trained
             and all(not one.has_grad for _, one in held)
@@ -465,35 +404,13 @@ def scaler_stuck(sample: Sample, past: Past) -> Iterator[Hit]:
         yield Hit(("", ""), scale=scale, skipped=skipped, steps=sample.step)
 
 
-def _stepped(sample: Sample) -> dict[str, list[tuple[Key, Parameter]]]:
+def stepped(sample: Sample) -> dict[str, list[tuple[Key, Parameter]]]:
     """By model the parameters whose optimizer has made a step in the sampled one; none where a closure may clear."""
     found: dict[str, list[tuple[Key, Parameter]]] = {}
     for key, one in sample.parameters.items():
         if one.optimizer is not None and not sample.facts.get("has_closure"):
             found.setdefault(key[0], []).append((key, one))
     return found
-
-
-def _without_gradients(sample: Sample) -> Iterator[tuple[str, list[tuple[Key, Parameter]], int]]:
-    """Models that an optimizer steps with gradients that are None or zero throughout, though some passed their modules.
-
-    With their parameters, and for how many of these gradients have passed."""
-    passed = sample.port("grad_output")
-    for model, held in _stepped(sample).items():
-        lost = sum(one.requires_grad and _has_passed(passed, key) for key, one in held)
-        if lost and all(not one.has_grad or _is_zero(sample.of(key, "grad")) for key, one in held):
-            yield model, held, lost
-
-
-def _has_passed(passed: Mapping[Key, Numbers], key: Key) -> bool:
-    """Whether a gradient that is not zero has passed the output of the module that has this parameter as its weight."""
-    module, _, name = path_of(key[1]).rpartition(".")
-    row = passed.get((key[0], f"{module}:grad_output")) if name == "weight" else None
-    return row is not None and row.count > 0 and row.rms > 0
-
-
-def _is_zero(row: Numbers | None) -> bool:
-    return row is not None and row.count > 0 and row.zeros == 1.0
 
 
 def _ratios(sample: Sample) -> dict[str, dict[Key, float]]:
