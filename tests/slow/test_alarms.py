@@ -1,6 +1,7 @@
 """Programs that people write, in which nothing is wrong, or in which the fault is another than it seems."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,13 @@ from torch.nn.utils.parametrizations import spectral_norm
 import gaff
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled():
+    """What tests before have compiled in this process would keep torch's functions from being heard."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 def watched(tmp_path, program, **options):
