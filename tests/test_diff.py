@@ -669,3 +669,25 @@ def test_runs_of_other_lengths_say_how_much_was_compared(tmp_path):
     notes = gaff.diff(*records).notes
     assert "A made 12 steps and B 9: the 9 that were looked at in both were compared" in notes
     assert not any("were compared" in note for note in gaff.diff(records[0], records[0]).notes)
+
+
+def test_a_tolerance_that_is_given_is_meant_of_small_gradients_too():
+    """A part of a thousandth of the output's gradient, and a difference of a tenth in it alone."""
+
+    class Small(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.first, self.last, self.factor = nn.Linear(4, 4), nn.Linear(4, 4), factor
+
+        def forward(self, x):
+            h = self.first(x)
+            return self.last(x) + 1e-3 * (self.factor * h + (1 - self.factor) * h.detach())
+
+    torch.manual_seed(0)
+    one, x = Small(1.0), torch.randn(3, 4)
+    other = Small(1.1)
+    other.load_state_dict(one.state_dict())
+    traces = [gaff.trace(model, x, backward=lambda y: y.square().sum()) for model in (one, other)]
+    found = gaff.diff(*traces, tolerance=0.01)
+    assert found.first.site.startswith("first"), found
+    assert found.first.delta == pytest.approx(0.1 / 1.1, rel=0.2)

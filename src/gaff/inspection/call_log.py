@@ -339,9 +339,8 @@ class GradientLog(Stream):
         """Write a gradient into the notes of its call; where one with a norm is there already, that one stays."""
         notes = self._log.find(self._site, run, call, is_output=self._port == "grad_output")
         known = notes.gradients.get(self._port) if notes is not None else None
-        if notes is not None and (
-            known is None or known.norm is None
-        ):  # of several tensors the first with one is shown
+        # of several tensors the first that has a norm is shown
+        if notes is not None and (known is None or known.norm is None):
             notes.gradients[self._port] = gradient
         return notes
 

@@ -56,7 +56,7 @@ def part_traces(
             sites, gradients = (one.site, other.site), (one.grad_output, other.grad_output)
             rows += _backward(sites, gradients, "backward", pair.how, allowed, max(least, left))
             came = _middle(gradients)
-            largest = max(largest, came)
+            largest = max(largest, came) if tolerance is None else 0.0  # who gives one means it of each value
             reach[parse_site(one.site).path] = largest, came
         rows += _parameters(a, b, pairing, tolerance, 2 * forward, reach)
     notes = [*_remarks(a, b, pairs, rows), *_weights(a, b, pairing), *_between(a, b, pairs, rows)]

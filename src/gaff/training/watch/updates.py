@@ -25,9 +25,8 @@ from gaff.training.watch.models import Models
 _WHOLE = 1 << 14  # elements; of larger tensors a sample of an odd stride is copied
 _FEW = 1 << 12
 _LEAST = 1 << 8
-Changed = list[
-    tuple[Key, Tensor, Tensor]
-]  # a few elements of each parameter: as they were, and by how much they changed
+# of each parameter a few elements: as they were, and by how much they changed
+Changed = list[tuple[Key, Tensor, Tensor]]
 _PROBES = 4  # parameters asked whether their gradients were cleared
 
 
