@@ -1,4 +1,7 @@
-"""The prices on a GPU: ``python -m benchmarks.gpu``. Wall time with the device waited for, medians, interleaved."""
+"""The prices on a GPU: ``python -m benchmarks.gpu [eager] [compiled] [graphs]``.
+
+Wall time with the device waited for, medians, interleaved.
+"""
 
 import contextlib
 import random
@@ -30,10 +33,10 @@ def measure(ways, rounds=30, warmup=5):
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def step_of(watch, *, mode=None, is_compiled=False):
+def step_of(watch, *, width=1024, sequences=16, mode=None, is_compiled=False):
     torch.manual_seed(0)
-    model, x = transformer(width=1024)
-    model, x = model.cuda().bfloat16(), x.repeat(8, 4, 1).cuda().bfloat16()
+    model, x = transformer(width=width)
+    model, x = model.cuda().bfloat16(), x.repeat(sequences // 2, 4, 1).cuda().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     run = torch.compile(model, mode=mode, fullgraph=True) if is_compiled else model
     opened = contextlib.ExitStack().enter_context(watch(model, optimizer))
@@ -78,17 +81,24 @@ WAYS = {
 }
 
 
+SETTINGS = {
+    "eager": ("of width 1024, 16 sequences of 1024, eager", {}),
+    "large": ("of width 2048, 32 sequences of 1024, eager", {"width": 2048, "sequences": 32}),
+    "compiled": ("of width 1024, compiled", {"is_compiled": True}),
+    "graphs": ("of width 1024, compiled with CUDA graphs", {"is_compiled": True, "mode": "reduce-overhead"}),
+}
+
+
 def main():
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: these prices are those of a GPU")
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    for title, options in (
-        ("eager", {}),
-        ("compiled", {"is_compiled": True}),
-        ("compiled with CUDA graphs", {"is_compiled": True, "mode": "reduce-overhead"}),
-    ):
-        ways = {name: step_of(watch, **options) for name, watch in WAYS.items() if not (options and watch is raw)}
-        table(f"Training step of 12 blocks of width 1024 in bfloat16, {title}", measure(ways), base="bare")
+    for name in sys.argv[1:] or SETTINGS:
+        title, options = SETTINGS[name]
+        is_compiled = "is_compiled" in options
+        ways = {name: step_of(watch, **options) for name, watch in WAYS.items() if not (is_compiled and watch is raw)}
+        rounds = 8 if name == "large" else 30
+        table(f"Training step of 12 blocks in bfloat16, {title}", measure(ways, rounds), base="bare")
 
 
 if __name__ == "__main__":

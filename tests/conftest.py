@@ -36,7 +36,8 @@ def global_state():
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--inside", help="compile every model that a session is opened on, with this backend; or fsdp2, ddp"
+        "--inside",
+        help="compile every model that a session is opened on, with this backend; or fsdp2, ddp; or a device, cuda",
     )
 
 
@@ -88,7 +89,13 @@ def _inside(request, monkeypatch):
     if where is None:
         yield
         return
-    with inside.spread(monkeypatch, where) if where in inside.SPREAD_OVER else inside.compiled(monkeypatch, where):
+    if where in inside.SPREAD_OVER:
+        setting = inside.spread(monkeypatch, where)
+    elif where in inside.DEVICES:
+        setting = inside.on_device(where)
+    else:
+        setting = inside.compiled(monkeypatch, where)
+    with setting:
         yield
 
 
@@ -97,7 +104,9 @@ def _compiles_for_itself(request):
     """What one test compiles must not change what the next one does: sessions behave otherwise from then on."""
     yield
     where = request.config.getoption("--inside")
-    if (where is None or where in inside.SPREAD_OVER) and (has_compiled() or has_asked_to_compile()):
+    if (where is None or where in (*inside.SPREAD_OVER, *inside.DEVICES)) and (
+        has_compiled() or has_asked_to_compile()
+    ):
         torch._dynamo.reset()
 
 

@@ -1,6 +1,6 @@
-"""Tests whose models are all compiled (``pytest --inside aot_eager``), sharded (``--inside fsdp2``) or replicated
-(``--inside ddp``), and those that then mean something else, with the reason. The latter two are run by torchrun, and
-each process runs the same tests."""
+"""Tests whose models are all compiled (``pytest --inside aot_eager``), sharded (``--inside fsdp2``), replicated
+(``--inside ddp``) or on a default device (``--inside cuda``), and those that then mean something else, with the reason.
+Sharded and replicated ones are run by torchrun, and each process runs the same tests."""
 
 import contextlib
 import datetime
@@ -84,6 +84,7 @@ INNER = "FSDP2 knows backward passes that begin at what the model returned"
 OWN = "FSDP2 gives each run an input of its own"
 
 SPREAD_OVER = ("fsdp2", "ddp")  # which torchrun runs
+DEVICES = ("cuda", "cpu")  # that tests make their tensors on by default; cpu: only that a default is set at all
 NAMES = "torch gives the class a name of its own there"
 
 SPREAD = {
@@ -196,11 +197,47 @@ REPLICATED = {
 }
 
 
+CONSTANTS = "it compares with tensors that were made on the CPU when its file was imported"
+REFERENCE = "what is written to later is refused there, unless a module works in place"
+ARRAYS = "NumPy sees no memory of a GPU"
+AUTOCAST = "it switches on autocast of the CPU"
+KEPT = "it looks at how values of the CPU are kept"
+
+ON_GPU = {
+    "test_what_is_read_can_be_written_into": "readers share what is kept there",
+    "test_a_skipped_module_is_not_run[tensor]": CONSTANTS,
+    "test_what_an_edit_may_not_return_is_refused_at_the_site[device]": "it is the other device there",
+    "test_an_edit_does_what_the_same_change_by_hand_does[second": CONSTANTS,
+    "test_gradients_of_weights_at_outputs_and_of_plain_tensors[project away]": CONSTANTS,
+    "test_resampling_takes_rows_of_the_reference": CONSTANTS,
+    "test_a_step_with_everything_captured_has_the_bits_of_a_bare_one[recurrent-False]": "cuDNN refuses its backward",
+    "test_a_numpy_view_of_an_argument_still_follows_it": ARRAYS,
+    "test_memory_of_numpy.py": ARRAYS,
+    "test_the_numpy_view_follows": ARRAYS,
+    "test_dtypes_are_those_that_passed": AUTOCAST,
+    "test_nothing_after_the_last_site_runs": AUTOCAST,
+    "test_the_copy_that_autocast_keeps_of_a_leaf_is_refused": AUTOCAST,
+    "test_parameters_stay_where_they_are": ARRAYS,
+    "test_a_factor_for_each_row_of_a_sparse_gradient": CONSTANTS,
+    "test_no_cycle_holds_the_values": KEPT,
+    "test_no_value_is_refused_for_somebody_elses_memory": REFERENCE,
+    "test_unknown_objects_are_left_out_and_can_be_reached_by_key": REFERENCE,
+    "test_it_keeps_what_passed": REFERENCE,
+    "test_gaff_is_right_or_says_why_not[values.output_that_the_caller_overwrites]": REFERENCE,
+    "test_gaff_is_right_or_says_why_not[values.view_whose_base_changes_later]": REFERENCE,
+    "test_models_that_catch.py": CONSTANTS,
+    "test_flops_of_functions_in_an_operator_and_of_what_has_no_shape": "it counts the operations of the CPU",
+    "test_logits_that_are_closed_on_purpose_are_no_alarm": CONSTANTS,
+    "test_share_corners.py": CONSTANTS,
+    "test_everything_is_as_before": ARRAYS,
+}
+
+
 def why(nodeid, where):
     """Why a test means something else there; None where it means the same."""
     file_and_name = nodeid.rpartition("/")[2]
     name = file_and_name.partition("::")[2]
-    different = {"fsdp2": SHARDED, "ddp": REPLICATED}.get(where, COMPILED)
+    different = {"fsdp2": SHARDED, "ddp": REPLICATED, "cuda": ON_GPU, "cpu": {}}.get(where, COMPILED)
     found = (reason for part, reason in different.items() if name.startswith(part) or file_and_name.startswith(part))
     return next(found, None)
 
@@ -222,6 +259,14 @@ def compiled(monkeypatch, backend):
     with drawing:
         yield
     torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def on_device(where):
+    """Tests make their models and their data there, but for what comes from numpy or names a device."""
+    torch.set_default_device(where)
+    yield
+    torch.set_default_device(None)
 
 
 @contextlib.contextmanager

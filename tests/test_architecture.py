@@ -36,7 +36,8 @@ def test_budgets_of_files_and_functions(file):
         if isinstance(node, ast.FunctionDef):
             assert house.code_lines(ast.unparse(node)) <= 50, f"{node.name}: cut it where its steps part"
             count = len(node.args.args) - (node.args.args[:1] != [] and node.args.args[0].arg == "self")
-            assert count <= 6, f"{node.name}: make the rest of its arguments keywords"
+            is_launched = file.name.endswith("triton_kernels.py")  # by place, as Triton passes arguments
+            assert count <= 6 or is_launched, f"{node.name}: make the rest of its arguments keywords"
 
 
 def test_nine_of_ten_functions_are_short():
@@ -57,6 +58,40 @@ def test_at_most_twenty_public_names_and_each_tells_what_it_is():
     assert len(gaff.__all__) <= 20
     for name in gaff.__all__:
         assert getattr(gaff, name).__doc__, name
+
+
+FACTORIES = [
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "arange",
+    "range",
+    "linspace",
+    "logspace",
+    "eye",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "scalar_tensor",
+    "empty_strided",
+    "tril_indices",
+    "triu_indices",
+]
+
+
+def test_tensors_are_made_on_a_device_that_is_named():
+    """A program may have called ``torch.set_default_device``: what gaff makes for itself must not go there."""
+    for file in FILES:
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.") in FACTORIES:
+                is_torchs = ast.unparse(node.func).startswith("torch.")
+                names = {one.arg for one in node.keywords}  # None: a dict that is unpacked
+                assert not is_torchs or names & {"device", None}, f"{file.name}:{node.lineno} names no device"
 
 
 def test_only_the_command_line_prints():

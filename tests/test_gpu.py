@@ -1,10 +1,17 @@
 """What holds on a GPU; skipped where there is none."""
 
+import contextlib
+import traceback
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 import gaff
+from gaff.record.run import Record
+from gaff.record.statistics import EMPTY, Numbers
+from gaff.training.statistics import on_gpu, plain
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -15,24 +22,35 @@ def model_and_batch():
     return model.cuda(), torch.randn(32, 64, device="cuda")
 
 
-@pytest.fixture
-def _no_waiting():
+@contextlib.contextmanager
+def waits():
+    """Where code inside, on any thread but the watch's own, waits for the device: a list of places that fills."""
+    found = []
+
+    def note(message, *rest, **more):
+        frames = [(one.filename, one.lineno) for one in traceback.extract_stack()[:-1]]
+        if not any(name.endswith("worker.py") for name, _ in frames) and "called a synchronizing" in str(message):
+            found.append([f"{name}:{line}" for name, line in frames if "gaff" in name][-4:])
+
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        yield found
+        torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.usefixtures("_no_waiting")
 def test_no_hook_waits_for_the_device():
     model, x = model_and_batch()
-    with (
-        gaff.edit(model, {"0": gaff.edits.scale(0.5), "2:grad_output": gaff.edits.clip(norm=1.0)}),
-        gaff.capture(model, "*", "*:grad_output", "0.weight:grad", to="cpu") as got,
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(gaff.edit(model, {"0": gaff.edits.scale(0.5), "2:grad_output": gaff.edits.clip(norm=1.0)}))
+        got = stack.enter_context(gaff.capture(model, "*", "*:grad_output", "0.weight:grad", to="cpu"))
         model(x).sum().backward()
-    torch.cuda.set_sync_debug_mode("default")
-    assert got["0"].device.type == "cpu"
+        with waits() as found:
+            model(x).sum().backward()
+    assert not found
+    assert got.run(1)["0"].device.type == "cpu"
 
 
 def test_offloaded_values_are_those_of_their_moment():
@@ -41,7 +59,7 @@ def test_offloaded_values_are_those_of_their_moment():
         for _ in range(20):
             model(x)  # the ReLU writes into what the layer before it returned
     true = model[2](model[1](model[0](x))).cpu()
-    assert got.run(0)["2"].is_pinned()
+    assert next(got._iter_streams()).records[0][2].value.is_pinned()
     for value in got.all("2"):
         assert torch.equal(value, true)
 
@@ -53,10 +71,13 @@ def test_compiled_models_tell_the_same_with_cuda_graphs(mode):
     torch._dynamo.reset()
     compiled = torch.compile(model, mode=mode, fullgraph=True)
     for _ in range(3):
+        model.zero_grad()  # a gradient lies in memory that the next run of the graph writes to
+        torch.compiler.cudagraph_mark_step_begin()
         compiled(x).sum().backward()
     for number in range(3):
         model.zero_grad()
         y = x * (number + 1)
+        torch.compiler.cudagraph_mark_step_begin()
         with gaff.capture(compiled, "0", "2:grad_output") as got:
             compiled(y).sum().backward()
         with torch.compiler.set_stance("force_eager"), gaff.capture(model, "0", "2:grad_output") as want:
@@ -66,15 +87,149 @@ def test_compiled_models_tell_the_same_with_cuda_graphs(mode):
     torch._dynamo.reset()
 
 
-def test_a_watched_step_waits_for_nothing_but_the_loss():
+@pytest.mark.filterwarnings("ignore")  # a wait of the watch's own thread may be told after ``waits`` is over
+@pytest.mark.parametrize("kind", ["fused", "foreach", "scaled", "clipped"])
+def test_a_watched_step_waits_for_nothing(kind, tmp_path):
     model, x = model_and_batch()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with gaff.watch(model, optimizer, every=1) as watch:
-        for _ in range(4):
+    optimizer = torch.optim.AdamW(model.parameters(), fused=kind == "fused")
+    scaler = torch.amp.GradScaler("cuda") if kind == "scaled" else None
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        (scaler.scale(loss) if scaler else loss).backward()
+        if kind == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer) if scaler else optimizer.step()
+        scaler.update() if scaler else None
+
+    with waits() as bare:
+        step()
+        step()
+    with gaff.watch(model, optimizer, every=1, out=tmp_path / "run"):
+        step()  # makes the kernels
+        step()
+        with waits() as found:
+            step()
+            step()
+    assert len(found) == len(bare), found  # a GradScaler waits to see whether it may step
+    run = Record(tmp_path / "run")
+    assert run.notes == []
+    assert len(run.looks) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_both_kernels_count_the_same(dtype):
+    from test_statistics import EXACT, tensors
+
+    fused, why = on_gpu.load(torch.device("cuda", 0))
+    assert fused is not None, why
+    several = [*(one.cuda().to(dtype) for one in tensors().values())]
+    several += [
+        torch.randn(3_000_000, device="cuda").to(dtype) * 1e3 + 7,
+        torch.randn(1001, device="cuda").to(dtype)[1:],
+    ]
+    rows, again, known = (torch.tensor(EMPTY, dtype=torch.float64).repeat(len(several), 1).cuda() for _ in range(3))
+    fused.observe_many_(several, rows, True)
+    fused.observe_many_(several, again, True)
+    plain.observe_many_(several, known, True)
+    assert torch.equal(rows, again)  # the same bits each time
+    alone = torch.tensor(EMPTY, dtype=torch.float64).repeat(len(several), 1).cuda()
+    for one, row in zip(several, alone, strict=True):
+        fused.observe_(one, row, True)
+    for found in (rows.cpu(), alone.cpu()):
+        torch.testing.assert_close(found[:, EXACT], known.cpu()[:, EXACT], rtol=0, atol=0, equal_nan=True)
+        for row, other in zip(found.tolist(), known.cpu().tolist(), strict=True):
+            one, right = Numbers(row), Numbers(other)
+            if right.count:
+                assert one.mean == pytest.approx(right.mean, rel=1e-12, abs=1e-6 * right.std)
+                assert one.std == pytest.approx(right.std, rel=2e-6)
+
+
+def test_more_elements_than_an_int_counts():
+    fused, _ = on_gpu.load(torch.device("cuda", 0))
+    x = torch.ones(2**31 + 4099, dtype=torch.bfloat16, device="cuda")
+    x[-1] = 3
+    row = torch.tensor(EMPTY, dtype=torch.float64).cuda()
+    fused.observe_(x, row, True)
+    found = Numbers(row.tolist())
+    assert (found.count, found.min, found.max) == (x.numel(), 1, 3)
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (4, 3, 7, 9), (16, 1024), (1, 70, 4000), (2, 2, 40_000)])
+def test_units_are_counted_the_same(shape):
+    fused, _ = on_gpu.load(torch.device("cuda", 0))
+    x = torch.randn(shape, device="cuda")
+    inner = x[0, 0].numel()
+    one = torch.tensor([[-torch.inf], [torch.inf], [0.0]], dtype=torch.float64).repeat(1, shape[1]).cuda()
+    other = one.clone()
+    fused.observe_units_(x, one, inner)
+    plain.observe_units_(x, other, inner)
+    assert torch.equal(one[:2], other[:2])
+    torch.testing.assert_close(one[2], other[2], rtol=1e-5, atol=0)
+
+
+def test_the_numbers_of_a_watched_training_are_those_of_its_tensors(tmp_path):
+    model, x = model_and_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gaff.watch(model, optimizer, every=1, out=tmp_path / "run"):
+        for _ in range(3):
             optimizer.zero_grad()
-            model(x).square().mean().backward()
+            weight = model[0].weight.detach().clone()
+            with gaff.capture(model, "1", "2:grad_output", clone=True) as got:
+                model(x).square().mean().backward()
+            gradient = model[0].weight.grad.clone()
             optimizer.step()
-    assert watch.findings is not None
+    run = Record(tmp_path / "run")
+    for site, value in (
+        ("0.weight:param", weight),
+        ("0.weight:grad", gradient),
+        ("1", got["1"]),
+        ("2:grad_output", got["2:grad_output"]),
+        ("0.weight:update", model[0].weight.detach() - weight),
+    ):
+        found = run.latest(site)
+        assert found["std"] == pytest.approx(value.std(correction=0).item(), rel=1e-5), site
+        assert found["max"] == pytest.approx(value.max().item(), rel=1e-6), site
+        assert found["norm"] == pytest.approx(value.norm().item(), rel=1e-5), site
+
+
+def test_what_a_gradscaler_and_a_fused_step_write_past_the_counter_is_not_seen():
+    model, x = model_and_batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    with gaff.capture(model, "0.weight:grad", "0.weight:param") as got:
+        scaler.scale(model(x).sum()).backward()
+        gradient, weight = model[0].weight.grad.clone(), model[0].weight.detach().clone()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert torch.equal(got["0.weight:grad"], gradient)
+    assert not torch.equal(model[0].weight.grad, gradient)
+    assert torch.equal(got["0.weight:param"], weight)
+
+
+def test_values_of_a_model_that_works_in_place_are_copied():
+    model, x = model_and_batch()
+    with gaff.capture(model, "2") as got:
+        model(x)
+    assert torch.equal(got["2"], model[2](model[1](model[0](x))))
+
+
+def test_a_write_that_is_not_expected_is_told():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.fc(x).mul_(2)
+
+    model = Writes().cuda()
+    with gaff.capture(model, "fc") as got:
+        model(torch.randn(2, 4, device="cuda"))
+    with pytest.raises(gaff.ExactnessError, match="on cuda:0 values are kept by reference"):
+        got["fc"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -212,6 +212,24 @@ def test_functions_are_put_back_in_whatever_order_who_listens_leaves():
     assert told == [1, 2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_call_is_told_once_where_a_default_device_is_set():
+    from gaff.engine.process.functions import FunctionCalls
+
+    told = []
+    calls = FunctionCalls(("mse_loss",), lambda *given: told.append(given[0]))
+    calls.switch(is_on=True)
+    try:
+        with torch.device("cpu"):  # a function mode, which calls the function by its name once more
+            F.mse_loss(torch.ones(1), torch.ones(1))
+            with pytest.raises(RuntimeError, match="must match the size"):
+                F.mse_loss(torch.ones(3), torch.ones(2, 2))
+        F.mse_loss(torch.ones(1), torch.ones(1))
+    finally:
+        calls.switch(is_on=False)
+    assert told == ["mse_loss"] * 3
+
+
 @pytest.mark.parametrize("is_spoilt", [False, True])
 def test_transitions_that_are_never_taken_are_no_alarm_and_one_that_gets_lost_is(tmp_path, is_spoilt):
     torch.manual_seed(0)

@@ -94,8 +94,7 @@ def test_a_parameter_that_was_replaced_between_two_openings_is_still_not_shared(
         model()
     with torch.no_grad():
         model.weight.add_(1)
-    with pytest.raises(gaff.ExactnessError):
-        got[":output"]
+    assert torch.equal(got[":output"], torch.zeros(3))
 
 
 def test_another_thread_may_open_it_the_next_time(model):

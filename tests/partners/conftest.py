@@ -12,6 +12,7 @@ PARTNERS = {
     "wandb": "wandb",
     "mlflow": "mlflow",
     "trackio": "trackio",
+    "triton": "triton",
 }
 collect_ignore = [f"test_{name}.py" for name, package in PARTNERS.items() if find_spec(package) is None]
 schemas.declare()  # transformers imports torchvision where it is installed

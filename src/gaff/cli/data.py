@@ -85,7 +85,9 @@ def _texts(lines: list[str], columns: dict[str, list[Any]], path: Path, loaded: 
 
     def together(numbers: list[int]) -> dict[str, Any]:
         texts = [lines[number] for number in numbers]
-        own = {name: torch.tensor([values[number] for number in numbers]) for name, values in columns.items()}
+        own = {
+            name: torch.tensor([values[number] for number in numbers], device="cpu") for name, values in columns.items()
+        }
         return {**tokenizer(texts, padding=True, truncation=True, return_tensors="pt"), **own}
 
     samples = OnDemand(range(len(lines)), int, _fingerprint("\n".join(lines)))

@@ -59,8 +59,12 @@ def versions() -> dict[str, str]:
 
 def kernel_facts() -> dict[str, str]:
     """Which build of the statistics kernel is loaded, or why none is; and the compiler that could build one."""
-    from gaff.training.statistics import kernel
+    import torch
 
+    from gaff.training.statistics import kernel, on_gpu
+
+    devices = [torch.device("cuda", at) for at in range(torch.cuda.device_count())]
+    on_gpus = {f"on {one}": on_gpu.load(one)[1] or "Triton's kernels" for one in devices}
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     try:
         level = kernel.level()
@@ -70,7 +74,7 @@ def kernel_facts() -> dict[str, str]:
         level = "none: plain torch counts the same, more slowly; python -m gaff.training.statistics.kernel builds one"
     where = [name for name in kernel.LEVELS if kernel.packed(name).is_file()]
     return {"loaded": level, "in this installation": ", ".join(where) or "none, the source only",
-            "compiler": compiler or "none found"}  # fmt: skip
+            "compiler": compiler or "none found", **on_gpus}  # fmt: skip
 
 
 def grounds() -> dict[str, str]:
@@ -147,7 +151,7 @@ def _model() -> tuple[Any, Tensor]:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)), torch.randn(5, 3)
+        return nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)), torch.randn(5, 3, device="cpu")
 
 
 def _keeps_what_is_overwritten() -> bool:
@@ -169,7 +173,7 @@ def _tells_the_own_gradient() -> bool:
     model, x = _model()
     with gaff.capture(model, "2:grad_input", "2.weight:grad") as got:
         model(x).sum().backward()
-    given = torch.ones(5, 2)
+    given = torch.ones(5, 2, device="cpu")
     hidden = torch.relu(model[0](x))
     return torch.allclose(got["2:grad_input"], given @ model[2].weight) and torch.allclose(
         got["2.weight:grad"], given.T @ hidden

@@ -98,10 +98,10 @@ def _made(spec: str, maker: str, rest: str) -> Tensor:
     shape = [int(part) for part in parts]
     generator = torch.Generator().manual_seed(0)
     if maker == "randn":
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, device="cpu")
     if maker == "randint":
-        return torch.randint(int(high or 100), shape, generator=generator)
-    return torch.zeros(shape) if maker == "zeros" else torch.ones(shape)
+        return torch.randint(int(high or 100), shape, generator=generator, device="cpu")
+    return torch.zeros(shape, device="cpu") if maker == "zeros" else torch.ones(shape, device="cpu")
 
 
 def _image(spec: str, loaded: Loaded) -> Call:

@@ -89,7 +89,7 @@ def overlaps(one: Extent, other: Extent) -> bool:
         return True
     if not (all(one.size) and all(other.size)) or one.end <= other.first or other.end <= one.first:
         return False
-    marks = torch.zeros(max(one.end, other.end), dtype=torch.bool)
+    marks = torch.zeros(max(one.end, other.end), dtype=torch.bool, device="cpu")
     marks.as_strided(one.size, one.stride, one.first).fill_(True)
     return bool(marks.as_strided(other.size, other.stride, other.first).any())
 

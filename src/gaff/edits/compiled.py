@@ -91,7 +91,7 @@ def _chain(parts: tuple[Change, ...]) -> Change:
 def _number(value: float) -> Tensor:
     """A number as a tensor of one element: of one without dimensions torch guards the number itself."""
     with torch.inference_mode(False):
-        return torch.tensor([value], dtype=torch.float64 if isinstance(value, float) else None)
+        return torch.tensor([value], dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
 
 
 def _constant(value: Tensor) -> Change:

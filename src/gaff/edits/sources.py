@@ -192,7 +192,7 @@ def _index(pairs: Any, dim: int, tensor: Tensor, value: Tensor) -> tuple[Tensor,
     neither has both are empty, and are not used.
     """
     if dim >= tensor.dim() and pairs is None:
-        return torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
+        return torch.empty(0, dtype=torch.long, device="cpu"), torch.empty(0, dtype=torch.long, device="cpu")
     if dim >= tensor.dim() or dim >= value.dim():
         raise PlanError(f"positions mapped in a tensor of shape {_text(tensor)}: it has no dimension {dim}")
     if pairs is None:

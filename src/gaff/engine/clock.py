@@ -347,6 +347,10 @@ class Clock:
         address = memory.memory_of(distributed.local_of(tensor))
         return address in run.model or (address in run.arguments and run.arguments[address]() is not None)
 
+    def is_of_model(self, tensor: Tensor, run: Run) -> bool:
+        """Whether the memory of ``tensor`` belongs to a parameter or a buffer of the model."""
+        return memory.memory_of(distributed.local_of(tensor)) in run.model
+
     def close(self) -> None:
         """Begin no run any more, and drop those in progress without calling ``at_end``."""
         self.closed = True

@@ -53,7 +53,7 @@ class FlopCount(TorchDispatchMode):
         """
         counter = cls()
         with torch.no_grad(), counter:
-            torch.nn.functional.conv2d(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+            torch.nn.functional.conv2d(torch.zeros(1, 1, 1, 1, device="cpu"), torch.zeros(1, 1, 1, 1, device="cpu"))
         counter.total = 0
         return counter
 

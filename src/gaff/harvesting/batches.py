@@ -169,7 +169,7 @@ class LoaderSource:
                 f"batch {number} was made of {expected} samples and holds {found}: its rows cannot be told apart by "
                 "sample; give an iterable of batches"
             )
-        return Numbered(number, torch.tensor(self._order[number]), batch, args, kwargs)
+        return Numbered(number, torch.tensor(self._order[number], device="cpu"), batch, args, kwargs)
 
     def _load(self, wanted: Sequence[int]) -> Iterable[Any]:
         """The batches of these numbers, by a loader with the workers and settings of the user's own."""
@@ -224,7 +224,9 @@ class IterableSource:
             rows = batch_size((args, kwargs))
             shard = number // size
             self.count = number + 1
-            self._last = given = Numbered(number, torch.arange(sample, sample + rows), batch, args, kwargs)
+            self._last = given = Numbered(
+                number, torch.arange(sample, sample + rows, device="cpu"), batch, args, kwargs
+            )
             if shard in shards:
                 checksum = checksum_of(given.tensors(), checksum if number % size else 0)
                 is_first = number == min(shards) * size and checksum == shards[shard].first

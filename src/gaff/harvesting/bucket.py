@@ -193,7 +193,7 @@ class RemoteTensor:
     def gather(self, numbers: Tensor) -> Tensor:
         """Copies of the rows of these numbers (int64), in their order."""
         found = self._empty(len(numbers))
-        places = torch.bucketize(numbers, torch.tensor(self._ends), right=True)
+        places = torch.bucketize(numbers, torch.tensor(self._ends, device="cpu"), right=True)
         for block in places.unique().tolist():
             here = (places == block).nonzero().flatten()
             start = self._ends[block] - self._written.blocks[block][0]
@@ -211,7 +211,7 @@ class RemoteTensor:
             self._fetched(block)
 
     def _empty(self, rows: int) -> Tensor:
-        return torch.empty((rows, *self._written.shape), dtype=dtype_of(self._written))
+        return torch.empty((rows, *self._written.shape), dtype=dtype_of(self._written), device="cpu")
 
     def _block(self, block: int) -> Tensor:
         key = (self._path, block)

@@ -96,31 +96,35 @@ class _Order:
 
     def __init__(self, rows: int, seed: int | None, epoch: int) -> None:
         self._rows, self._seed, self._epoch = rows, seed, epoch
-        self._pool: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64))
+        self._pool: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64, device="cpu"))
         runs = -(-rows // _RUN)
-        self._runs = torch.arange(runs) if seed is None else torch.randperm(runs, generator=self._generator(-1))
+        self._runs = (
+            torch.arange(runs, device="cpu")
+            if seed is None
+            else torch.randperm(runs, generator=self._generator(-1), device="cpu")
+        )
         short = rows - (runs - 1) * _RUN  # of the last run, which is put last: then pools have known sizes
         if seed is not None and runs and short < _RUN:
-            self._runs = torch.cat((self._runs[self._runs != runs - 1], torch.tensor([runs - 1])))
+            self._runs = torch.cat((self._runs[self._runs != runs - 1], torch.tensor([runs - 1], device="cpu")))
 
     def rows(self, first: int, last: int) -> Tensor:
         """The numbers of the rows at places ``first`` to ``last - 1`` (int64)."""
         if self._seed is None:
-            return torch.arange(first, last)
+            return torch.arange(first, last, device="cpu")
         size, found = _RUN * _POOL, []
         while first < last:
             pool = first // size
             end = min(last, (pool + 1) * size)
             found.append(self._mixed(pool)[first - pool * size : end - pool * size])
             first = end
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def _mixed(self, pool: int) -> Tensor:
         if self._pool[0] != pool:
             runs = self._runs[pool * _POOL : (pool + 1) * _POOL]
-            rows = (runs.unsqueeze(1) * _RUN + torch.arange(_RUN)).flatten()
+            rows = (runs.unsqueeze(1) * _RUN + torch.arange(_RUN, device="cpu")).flatten()
             rows = rows[rows < self._rows]
-            self._pool = pool, rows[torch.randperm(len(rows), generator=self._generator(pool))]
+            self._pool = pool, rows[torch.randperm(len(rows), generator=self._generator(pool), device="cpu")]
         return self._pool[1]
 
     def _generator(self, stream: int) -> torch.Generator:

@@ -151,7 +151,7 @@ class _OpenShard:
                 raise PlanError(f"{address}: a NaN or an infinity in batch {given.number}, sample {sample}: expected "
                                 "finite values, or nonfinite='count' or 'mark'")  # fmt: skip
         if self._options.nonfinite == "mark":
-            finite = torch.ones(len(labels["sample"]), dtype=torch.bool)
+            finite = torch.ones(len(labels["sample"]), dtype=torch.bool, device="cpu")
             for bad in broken.values():
                 finite &= ~bad
             labels["finite"] = finite
@@ -217,7 +217,7 @@ def _rounded(address: str, rows: Tensor) -> tuple[Tensor, Tensor]:
         raise PlanError(f"{address}: is of {rows.dtype}: expected floating numbers for dtype='int8'")
     given, rows = rows, rows.float()
     if not rows.numel():
-        return rows.to(torch.int8), torch.zeros(len(rows), dtype=torch.float32)
+        return rows.to(torch.int8), torch.zeros(len(rows), dtype=torch.float32, device="cpu")
     dims = tuple(range(1, rows.dim()))
     if given.dtype == torch.float64 and bool((rows.isinf() & given.isfinite()).any()):
         raise PlanError(f"{address}: holds numbers beyond those of float32: expected smaller ones for dtype='int8'")

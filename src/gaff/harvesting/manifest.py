@@ -37,8 +37,8 @@ def described(model: nn.Module) -> dict[str, Any]:
         raise PlanError(f"{lazy!r} is not made yet (a lazy module): expected a model that was called once")
     for name, tensor in state.items():
         whole = distributed.whole_of(tensor)
-        checksum = checksum_of([torch.tensor(list(name.encode()), dtype=torch.uint8), whole], checksum)
-    structure = checksum_of([torch.tensor(list(json.dumps(classes).encode()), dtype=torch.uint8)])
+        checksum = checksum_of([torch.tensor(list(name.encode()), dtype=torch.uint8, device="cpu"), whole], checksum)
+    structure = checksum_of([torch.tensor(list(json.dumps(classes).encode()), dtype=torch.uint8, device="cpu")])
     kinds = ("cpu", libraries.device_of(model).type)
     casts = {
         kind: str(torch.get_autocast_dtype(kind))

@@ -90,7 +90,7 @@ def _site(store: Store, name: str, runs: list[tuple[int, int]], show: Show | Non
     ]
     return SiteTold(
         name, "x".join(map(str, column.shape)), str(column.dtype).removeprefix("torch."), bytes_text(column.nbytes),
-        store.nonfinite.get(name, 0), _histogram(torch.cat(norms) if norms else torch.empty(0)), told,
+        store.nonfinite.get(name, 0), _histogram(torch.cat(norms) if norms else torch.empty(0, device="cpu")), told,
     )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def _dense(store: Store, name: str, first: int, last: int, width: int) -> Tensor
     found = store[name][first:last].double()
     if width:
         places = store.labels[PLACE_OF + name][first:last].long()
-        found = torch.zeros(*places.shape[:-1], width, dtype=found.dtype).scatter_(-1, places, found)
+        found = torch.zeros(*places.shape[:-1], width, dtype=found.dtype, device="cpu").scatter_(-1, places, found)
     return found.reshape(last - first, -1)
 
 
@@ -116,15 +116,15 @@ class _Largest:
 
     def __init__(self) -> None:
         self._values: Tensor | None = None
-        self._rows = self._squares = torch.zeros(0)
+        self._rows = self._squares = torch.zeros(0, device="cpu")
         self._seen = 0
 
     def see(self, flat: Tensor, first: int) -> None:
         """Rows ``first`` and onward, ``[rows, features]``. What is not finite counts as 0."""
         flat = flat.nan_to_num(0, 0, 0)
-        rows = torch.arange(first, first + len(flat)).unsqueeze(1).expand_as(flat)
+        rows = torch.arange(first, first + len(flat), device="cpu").unsqueeze(1).expand_as(flat)
         if self._values is None:
-            values, self._squares = flat, torch.zeros(flat.shape[1], dtype=flat.dtype)
+            values, self._squares = flat, torch.zeros(flat.shape[1], dtype=flat.dtype, device="cpu")
         else:
             values, rows = torch.cat([self._values, flat]), torch.cat([self._rows, rows])
         self._values, at = values.topk(min(_EXAMPLES, len(values)), dim=0)
@@ -171,7 +171,7 @@ def _histogram(norms: Tensor) -> Histogram:
     if not len(finite):
         return Histogram([], 0.0, 0.0)
     low, high = float(finite.min()), float(finite.max())
-    counts = torch.histc(finite, _BINS, low, high) if high > low else torch.tensor([len(finite)])
+    counts = torch.histc(finite, _BINS, low, high) if high > low else torch.tensor([len(finite)], device="cpu")
     return Histogram([int(one) for one in counts.tolist()], low, high)
 
 

@@ -76,7 +76,9 @@ class Selection:
 
         ``sample`` (int64), and of positions ``position`` (int32) and ``token`` (where the batch has ``input_ids``).
         """
-        places = (torch.ones(self._shape, dtype=torch.bool) if self._mask is None else self._mask).nonzero()
+        places = (
+            torch.ones(self._shape, dtype=torch.bool, device="cpu") if self._mask is None else self._mask
+        ).nonzero()
         labels = {"sample": self._given.samples[places[:, 0]]}
         if self._dims > 1:
             labels["position"] = places[:, 1].to(torch.int32)
@@ -91,7 +93,9 @@ class Selection:
 
     def of_samples(self, name: str, values: Tensor) -> Tensor:
         """What is known of each sample, for each row."""
-        places = (torch.ones(self._shape, dtype=torch.bool) if self._mask is None else self._mask).nonzero()
+        places = (
+            torch.ones(self._shape, dtype=torch.bool, device="cpu") if self._mask is None else self._mask
+        ).nonzero()
         return self._own(name, values, places)
 
     def _set(self, mask: Tensor) -> None:
@@ -153,7 +157,7 @@ def _as_mask(found: Any, what: str) -> Tensor:
 
 def _as_tensor(name: str, values: Any) -> Tensor:
     try:
-        return torch.as_tensor(values)
+        return torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise PlanError(
             f"label {name!r} holds {values!r:.40}: expected numbers; texts are found by the number of their sample"

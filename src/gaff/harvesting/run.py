@@ -138,7 +138,7 @@ def _written_order(order: list[list[int]], out: Location) -> Any:
     """Write down which samples each batch has, and say where; None where the data has no indices."""
     if not order:
         return None
-    pairs = torch.tensor([[number, sample] for number, batch in enumerate(order) for sample in batch])
+    pairs = torch.tensor([[number, sample] for number, batch in enumerate(order) for sample in batch], device="cpu")
     name = f"order-{checksum_of([pairs]):08x}.safetensors"
     with writing(out), draft_in(out.drafts(), 0) as folder, TensorFile(folder / name, manifest.ORDER, pairs) as file:
         file.append(pairs)

@@ -86,19 +86,19 @@ def _padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     for name in samples[0]:
         values = [one[name] for one in samples]
         if all(isinstance(one, (bool, int, float)) for one in values):
-            found[name] = torch.tensor(values)
+            found[name] = torch.tensor(values, device="cpu")
         elif all(isinstance(one, list) for one in values) and [len(one) for one in values] == sizes:
             tensors = [_numbers(one) for one in values]
             if all(one is not None and one.dim() == 1 for one in tensors):
                 found[name] = torch.nn.utils.rnn.pad_sequence([one for one in tensors if one is not None], True)
     if _MASK not in found:
-        found[_MASK] = (torch.arange(max(sizes)) < torch.tensor(sizes).unsqueeze(1)).long()
+        found[_MASK] = (torch.arange(max(sizes), device="cpu") < torch.tensor(sizes, device="cpu").unsqueeze(1)).long()
     return found
 
 
 def _numbers(values: list[Any]) -> Tensor | None:
     """A list of numbers as a tensor; None for any other list."""
     try:
-        return torch.tensor(values)
+        return torch.tensor(values, device="cpu")
     except (TypeError, ValueError):
         return None

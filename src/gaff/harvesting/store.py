@@ -56,14 +56,14 @@ class Column:
         if isinstance(index, slice):
             first, last, step = index.indices(len(self))
             if step != 1:
-                return self.gather(torch.tensor(range(first, last, step), dtype=torch.int64))
+                return self.gather(torch.tensor(range(first, last, step), dtype=torch.int64, device="cpu"))
             return self._run(first, max(first, last))
         if isinstance(index, (tuple, bool)) or index is None or index is Ellipsis:
             raise IndexError(f"{index!r}: expected a row, a slice of rows, or a list of them, and no second index")
         index = list(index) if isinstance(index, range) else index
         if not isinstance(index, list) and getattr(index, "shape", ()) == ():
             return self._row(operator.index(index))
-        wanted = torch.as_tensor(index) if len(index) else torch.empty(0, dtype=torch.int64)
+        wanted = torch.as_tensor(index, device="cpu") if len(index) else torch.empty(0, dtype=torch.int64, device="cpu")
         if wanted.dtype == torch.bool:
             if wanted.shape != (len(self),):
                 raise IndexError(f"a mask of shape {list(wanted.shape)} for {len(self)} rows")
@@ -80,8 +80,8 @@ class Column:
             raise IndexError(f"rows up to {int(wanted.max())} asked of {len(self)}")
         if len(self._parts) == 1:
             return self._parts[0].gather(wanted)
-        place = torch.bucketize(wanted, torch.tensor(self._ends), right=True)
-        found = torch.empty((len(wanted), *self.shape[1:]), dtype=self.dtype)
+        place = torch.bucketize(wanted, torch.tensor(self._ends, device="cpu"), right=True)
+        found = torch.empty((len(wanted), *self.shape[1:]), dtype=self.dtype, device="cpu")
         for part in place.unique().tolist():
             here = (place == part).nonzero().flatten()
             found[here] = self._parts[part].gather(wanted[here] - (self._ends[part - 1] if part else 0))
@@ -110,7 +110,7 @@ class Column:
                 found.append(part.run(max(first, start) - start, min(last, end) - start))
             start = end
         if not found:
-            return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
+            return torch.empty((0, *self.shape[1:]), dtype=self.dtype, device="cpu")
         return found[0] if len(found) == 1 else torch.cat(found)
 
 

@@ -174,7 +174,7 @@ class StoredTensor:
     def gather(self, numbers: Tensor) -> Tensor:
         """Copies of the rows of these numbers (int64), in their order."""
         if self._unseen and len(numbers):
-            ends = torch.tensor(self._ends)
+            ends = torch.tensor(self._ends, device="cpu")
             for block in torch.bucketize(numbers, ends, right=True).unique().tolist():
                 self._check_block(block)
         return self._mapped().index_select(0, numbers)

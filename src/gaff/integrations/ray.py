@@ -73,7 +73,7 @@ class Extract:
         if batch[name].dtype == object:
             raise PlanError(f"column {name!r} holds objects, such as texts or lists of unequal length: expected "
                             "numbers of one shape in each row")  # fmt: skip
-        return torch.as_tensor(batch[name].copy()).to(self._device)
+        return torch.as_tensor(batch[name].copy(), device="cpu").to(self._device)
 
     def _array(self, value: Tensor) -> Any:
         value = value if self._dtype is None else value.to(self._dtype)

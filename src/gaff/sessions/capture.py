@@ -100,7 +100,7 @@ class Capture(Captured):
             self._begin_anew()
         self._session.open()
         for keeper in self._keepers:
-            keeper.is_foreign = self._session.clock.is_foreign
+            keeper.meet(self._session.clock, self._model)
             if self._session.is_traced:
                 keeper.copy_all()
         for stream in self._iter_streams() if self._session.is_traced else ():
@@ -239,7 +239,8 @@ class Capture(Captured):
         options = self._plan.options
         # batch norm writes into its buffers without torch's version counter: a reference to one could not be checked
         is_state = site.port == "buffer" or (site.port == "param" and not options.reference)
-        keeper = Keeper(options, reduce or options.reduce, is_state)
+        is_gradient = site.port == "grad" or site.port in GRADIENT_PORTS
+        keeper = Keeper(options, reduce or options.reduce, is_state=is_state, is_gradient=is_gradient)
         self._keepers.append(keeper)
         return keeper
 

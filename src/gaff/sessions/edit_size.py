@@ -37,7 +37,7 @@ class EditSize:
         """
         if not elements.is_readable(old):  # a meta or a fake tensor: there is nothing to be measured
             with modes.outside_modes():
-                return torch.zeros((), dtype=torch.long)
+                return torch.zeros((), dtype=torch.long, device="cpu")
         self.events += 1
         with torch.no_grad(), modes.outside_modes():
             before, after = plain(old), plain(new)
@@ -122,7 +122,7 @@ def _quick_sums(old: Tensor, new: Tensor) -> list[Tensor] | None:
     if not math.isfinite(moved.item() + before.item()):
         return None
     changed_rows = rows.bool().sum() if change.dim() > 1 else change.any().long()
-    return [change.bool().sum(), changed_rows, torch.zeros((), dtype=torch.long), moved, before]
+    return [change.bool().sum(), changed_rows, torch.zeros((), dtype=torch.long, device="cpu"), moved, before]
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Switch:
         self.is_plain = self.is_on and self.strength == 1.0
         if self.gate is not None:  # a new tensor: a graph in progress goes on with the old one
             with torch.inference_mode(False):
-                self.gate = torch.tensor([self.strength if self.is_on else 0.0], dtype=torch.float64)
+                self.gate = torch.tensor([self.strength if self.is_on else 0.0], dtype=torch.float64, device="cpu")
 
 
 class Family:

@@ -1,9 +1,14 @@
 """Exact values without copies: what a tensor is at this moment, whatever is written into it later.
 
 A tensor that the run itself made is kept as a copy-on-write copy: the price of a reference, and a later in-place
-write copies first. Memory that others hold (parameters, buffers, arguments, other devices) is kept by reference and
-its version counter is checked on reading; where there is none (inference mode) it is cloned. It is not shared
-copy-on-write, since a later write would move it, and NumPy views and shared memory would stop following.
+write copies first. Memory of arguments is kept by reference and its version counter is checked on reading; where there
+is none (inference mode) it is cloned. It is not shared copy-on-write, since a later write would move it, and NumPy
+views and shared memory would stop following. Memory of parameters and buffers is cloned: fused optimizers and batch
+norm write past the counter.
+
+On a GPU torch's copy-on-write copies are not safe (the copy is made on another stream than the write), so values there
+are kept by reference and checked, but for those that are likely to be written to, which are cloned: gradients, which a
+GradScaler divides past the counter, and all values of a model that has modules which work in place.
 
 A ``Keeper`` decides when the value passes, ``read`` checks when it is asked for, and ``own`` gives the reader something
 to write into.
@@ -12,11 +17,11 @@ to write into.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from gaff.address.grammar import Site
@@ -38,6 +43,16 @@ class Moment(Protocol):
 
     index: int
     step: int
+
+
+class Memory(Protocol):
+    """What knows whose memory is whose in a run: the ``Clock`` of a session."""
+
+    def is_foreign(self, tensor: Tensor, run: Any) -> bool:
+        """Whether others than the run hold the memory of a tensor."""
+
+    def is_of_model(self, tensor: Tensor, run: Any) -> bool:
+        """Whether it is that of a parameter or a buffer of the model."""
 
 
 class Kept:
@@ -118,24 +133,37 @@ def size_of(kept: Any) -> int:
 class Keeper:
     """Turns a passing value into one that can be read later.
 
-    One for each request of a capture, shared by its sites; holds the options and no values. ``is_foreign`` tells memory
-    that others hold; whoever opens the session sets it, and until then all memory counts as such. ``is_state``: what is
-    kept are parameters or buffers, and is copied (batch norm writes into its buffers past the version counter).
-    ``is_loose``: values are handed out as they are, with their autograd graph or by reference, as was asked.
-    ``is_plain``: no option asks for anything. ``wants_graph``: values are kept with their autograd graph.
+    One for each request of a capture, shared by its sites; holds the options and no values. ``is_state``: what is
+    kept are parameters or buffers, and is copied. ``is_gradient``: it is gradients. ``is_loose``: values are handed out
+    as they are, with their autograd graph or by reference, as was asked. ``is_plain``: no option asks for anything.
+    ``wants_graph``: values are kept with their autograd graph.
     """
 
-    def __init__(self, options: Options, reduce: Callable[[Tensor], Tensor] | None, is_state: bool) -> None:
+    def __init__(
+        self,
+        options: Options,
+        reduce: Callable[[Tensor], Tensor] | None,
+        *,
+        is_state: bool = False,
+        is_gradient: bool = False,
+    ) -> None:
         self.reduce = reduce
         self._dtype = options.dtype
         self._device = torch.device(options.to) if options.to is not None else None
         self.wants_graph = options.graph
         self._clone = options.clone or is_state
         self.is_loose = self.wants_graph or options.reference
-        self.is_foreign: Callable[[Tensor, Any], bool] = lambda tensor, run: True
+        self._memory: Memory | None = None
+        self._model: nn.Module | None = None
+        self._is_gradient = is_gradient
+        self._refers = options.reference
         self._is_bare = False  # no copy-on-write, not even for a moment
         self._is_number = type(reduce) is Reduce and not (self._dtype or self._device or self.wants_graph)
         self.is_plain = not (self.reduce or self._dtype or self._device or self.wants_graph or self._clone)
+
+    def meet(self, known: Memory, model: nn.Module | None) -> None:
+        """A session opens: ``known`` tells whose memory values of ``model`` lie in. Before, all counts as others'."""
+        self._memory, self._model = known, model
 
     def copy_all(self) -> None:
         """What passes lies in memory that is written to without torch's knowledge: copy at once from here on.
@@ -168,7 +196,7 @@ class Keeper:
         checks: list[Callable[[Site], None]] = []
 
         def keep_tensor(tensor: Tensor) -> Tensor:
-            return self._keep_tensor(tensor, checks, lambda other: self.is_foreign(other, run))
+            return self._keep_tensor(tensor, checks, run)
 
         kept = map_tensors(value, keep_tensor, lambda other: Opaque(type(other).__name__))
         return Kept(kept, checks) if checks else kept
@@ -203,9 +231,7 @@ class Keeper:
         found: Tensor = self.reduce(tensor.detach())  # type: ignore[misc]
         return found if found.numel() < tensor.numel() else None
 
-    def _keep_tensor(
-        self, tensor: Tensor, checks: list[Callable[[Site], None]], is_foreign: Callable[[Tensor], bool]
-    ) -> Tensor:
+    def _keep_tensor(self, tensor: Tensor, checks: list[Callable[[Site], None]], run: Any) -> Tensor:
         """One tensor of a value: reduced, then moved, then held, each where asked for.
 
         A part that still shares the memory of the whole is copied where it is at most half as large: kept as it is, it
@@ -213,7 +239,7 @@ class Keeper:
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.wants_graph):
             if self.reduce is not None and not is_reduced(tensor):
-                exact = self._safe(tensor, is_foreign)
+                exact = self._safe(tensor, run)
                 part = self.reduce(exact)
                 if not isinstance(part, Tensor):
                     raise PlanError(f"reduce= returned {type(part).__name__}: expected a function that gives a tensor")
@@ -223,11 +249,27 @@ class Keeper:
             moved = self._move(tensor, checks)
             if moved is not tensor:
                 return moved
-            if self._clone:
-                return tensor.clone() if self.wants_graph else tensor.detach().clone()
-            return hold(tensor, self.wants_graph, is_foreign, checks)
+            return self._hold(tensor, checks, run)
 
-    def _safe(self, tensor: Tensor, is_foreign: Callable[[Tensor], bool]) -> Tensor:
+    def _hold(self, tensor: Tensor, checks: list[Callable[[Site], None]], run: Any) -> Tensor:
+        """A tensor as it is now: a copy where one was asked for or a check could not be trusted."""
+        if self._clone or (not self._refers and not tensor.is_meta and self._is_written_past(tensor, run)):
+            return tensor.clone() if self.wants_graph else tensor.detach().clone()
+        known = self._memory
+        return hold(tensor, self.wants_graph, lambda other: known is None or known.is_foreign(other, run), checks)
+
+    def _is_written_past(self, tensor: Tensor, run: Any) -> bool:
+        """Whether somebody may write to it past the version counter, or is likely to where a write can only be told."""
+        if not tensor.is_cpu and (self._is_gradient or self._works_in_place):
+            return True
+        return self._memory is not None and tensor.layout == torch.strided and self._memory.is_of_model(tensor, run)
+
+    @cached_property
+    def _works_in_place(self) -> bool:
+        """Whether the model has modules that work in place."""
+        return self._model is not None and any(getattr(one, "inplace", False) for one in self._model.modules())
+
+    def _safe(self, tensor: Tensor, run: Any) -> Tensor:
         """What a user's function may be given of ``tensor``: its writes must reach neither the model nor the caller.
 
         A value of ``gaff.keep`` writes into nothing, and gets the memory itself where no copy-on-write copy can be
@@ -236,7 +278,7 @@ class Keeper:
         if self._is_bare:
             return tensor.detach() if is_pure(self.reduce) else tensor.detach().clone()
         checks: list[Callable[[Site], None]] = []
-        held = hold(tensor, self.wants_graph, is_foreign, checks)
+        held = self._hold(tensor, checks, run)
         return held.clone() if checks and not is_pure(self.reduce) else held
 
     def _move(self, tensor: Tensor, checks: list[Callable[[Site], None]]) -> Tensor:
@@ -291,6 +333,9 @@ def hold(
 
 def _version_check(tensor: Tensor, version: int) -> Callable[[Site], None]:
     """A check that raises ExactnessError when ``tensor``, an alias of what passed, was written to after ``version``."""
+    whose = "belongs to a parameter, buffer or argument"
+    if not tensor.is_cpu:
+        whose = f"on {tensor.device} values are kept by reference"
 
     def check(site: Site) -> None:
         if memory.is_freed(tensor):
@@ -301,8 +346,8 @@ def _version_check(tensor: Tensor, version: int) -> Callable[[Site], None]:
         if memory.version_of(tensor) != version:
             raise ExactnessError(
                 f"{site}: its memory was changed in place after the capture "
-                f"({memory.version_of(tensor) - version} writes), and belongs to a parameter, "
-                "buffer or argument; capture it with clone=True (harvest it by gaff.Plan.of(..., clone=True))"
+                f"({memory.version_of(tensor) - version} writes), and {whose}; capture it with clone=True (harvest it "
+                "by gaff.Plan.of(..., clone=True))"
             )
 
     return check

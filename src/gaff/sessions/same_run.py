@@ -46,7 +46,7 @@ class PatchSource(Stream):
         """``meshes``: of processes that share the model, where each may hold a part of what passes."""
         self.site = site
         self._meshes = meshes
-        self.keeper = Keeper(Options(graph=not detach), None, is_state=False)
+        self.keeper = Keeper(Options(graph=not detach), None)
         self._detach = detach
         self._values: dict[int, dict[int, Held]] = {}
         self._again: dict[int, tuple[Held, bool]] = {}  # by thread: what a recomputation is given instead
@@ -184,7 +184,7 @@ class SameRun:
         self._session = Session(self._model, taps, threads=threads)
         self._session.open()
         for passed in self._passed.values():
-            passed.keeper.is_foreign = self._session.clock.is_foreign
+            passed.keeper.meet(self._session.clock, self._model)
             self._session.clock.at_begin.append(passed.forget)
             self._session.clock.at_end.append(passed.forget)
 

@@ -216,7 +216,7 @@ class Take(nn.Module):
     def _keeper(self, reduce: Any) -> Keeper:
         """How the values of one request are kept: with their autograd graph where grad mode is on."""
         options = replace(self._plan.options, graph=torch.is_grad_enabled())
-        return Keeper(options, reduce or options.reduce, is_state=False)
+        return Keeper(options, reduce or options.reduce)
 
     def _run(self, session: Session, early: EarlyStop, features: list[Feature], args: Any, kwargs: Any) -> None:
         """Call the model inside the session, until it ends or ``early`` ends it.
@@ -227,7 +227,7 @@ class Take(nn.Module):
         # the model may be stopped while it has switched grad mode off
         with session, torch.set_grad_enabled(torch.is_grad_enabled()):
             for feature in features:
-                feature.keeper.is_foreign = session.clock.is_foreign
+                feature.keeper.meet(session.clock, self.model)
             with early:
                 self.model(*args, **kwargs)
             if early.is_stopped:

@@ -303,7 +303,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         kind: Any = TracedGradientEdit if tap.found.site.port == "grad_output" else TracedEdit
         switch = tap.stream.switch
         with torch.inference_mode(False):
-            switch.gate = torch.zeros(1, dtype=torch.float64)
+            switch.gate = torch.zeros(1, dtype=torch.float64, device="cpu")
         switch.set()
         made: TracedEdit = kind(self._inside, tap.found.site, tap.stream, _traced(tap), is_cut=cuts(tap.stream.edit))
         made.clock = node.clock

@@ -61,7 +61,7 @@ def stand_ins(what: str, odd: Mapping[int, str] = MappingProxyType({})) -> list[
     found: dict[int, Tensor] = {}
     with torch.inference_mode(False), torch.enable_grad():
         for number, requires_grad, is_view in _leaves(_read(what)):
-            stand: Tensor = torch.empty(0, requires_grad=requires_grad)
+            stand: Tensor = torch.empty(0, requires_grad=requires_grad, device="cpu")
             kind = _STAND_INS.get(odd.get(number, ""), StandInForView if is_view else Tensor)
             if requires_grad:
                 stand = stand.clone() if kind is Tensor else Tensor._make_subclass(kind, stand, True)

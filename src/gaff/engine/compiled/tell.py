@@ -138,7 +138,7 @@ class Inside:
         _define()
         self.reduce = reduce  # what everybody who listens wants of a tensor, told in its place
         with torch.inference_mode(False):  # it is written to, whatever mode the session was opened in
-            self.token = torch.zeros(1, dtype=torch.int64)
+            self.token = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.has_marks = has_marks  # somebody asks which backward pass comes by
         self.receivers: list[Receiver] = []
 
@@ -224,7 +224,7 @@ class Receiver(ABC):
             if len(self._numbers) > self._most:
                 self._drop_dead()
         with torch.inference_mode(False):
-            ticket = torch.tensor([number])  # with a dimension: torch guards the number of one without
+            ticket = torch.tensor([number], device="cpu")  # with a dimension: torch guards the number of one without
         self.lives[number] = [memory.storage_life(ticket)]
         return ticket
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
+from threading import get_ident
 from typing import Any
 
 import torch.nn.functional as F
@@ -64,6 +65,7 @@ class FunctionCalls:
 
 
 _PLACED: dict[str, tuple[Any, Any, list[FunctionCalls]]] = {}  # what was there, what stands there now, who listens
+_IN_PROGRESS: set[tuple[int, str]] = set()  # threads, and the function that each is in
 
 
 def _placed(name: str) -> tuple[Any, Any, list[FunctionCalls]]:
@@ -76,10 +78,17 @@ def _placed(name: str) -> tuple[Any, Any, list[FunctionCalls]]:
     @wraps(original)
     @passed_over
     def around(*args: Any, **kwargs: Any) -> Any:
+        thread = get_ident(), name
+        if thread in _IN_PROGRESS:  # a function mode, as that of a default device, makes the call once more
+            return original(*args, **kwargs)
         there = list(listeners)
         for one in there:
             args, kwargs = one.before(name, args, kwargs) or (args, kwargs)
-        output = original(*args, **kwargs)
+        _IN_PROGRESS.add(thread)
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            _IN_PROGRESS.discard(thread)
         for one in there:
             one.after(name, args, kwargs, output)
         return output

@@ -292,7 +292,7 @@ def _data(case: Case) -> str:
     """Tensors made of numbers that were not finite before they were one, or too large for its type."""
     limit = LIMITS.get(case.output.dtype)
     try:
-        wide = torch.as_tensor(case.argument(0, "data"), dtype=torch.float64)
+        wide = torch.as_tensor(case.argument(0, "data"), dtype=torch.float64, device="cpu")
     except (RuntimeError, TypeError, ValueError):  # complex numbers, or a buffer
         return ""
     if limit is not None and bool(wide.isfinite().all()):

@@ -66,7 +66,7 @@ def plain(tensor: Tensor) -> Tensor:
     See ``gaff.compat.elements``; empty where there are none to read.
     """
     value = elements.elements(tensor)
-    return value if value is not None else torch.zeros(0)
+    return value if value is not None else torch.zeros(0, device="cpu")
 
 
 def _has_any(tensor: Tensor) -> bool:

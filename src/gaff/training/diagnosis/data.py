@@ -132,7 +132,7 @@ class Scramble(Change):
         first = next((one for _, name, one in found if not _GOES_WITH.search(name) and one.dim()), None)
         if first is None or len(first) < 2:
             return given
-        circle = torch.randperm(len(first), generator=self._generator)
+        circle = torch.randperm(len(first), generator=self._generator, device="cpu")
         order = torch.empty_like(circle)
         order[circle] = circle.roll(1)
         self.acted += 1

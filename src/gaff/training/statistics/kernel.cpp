@@ -388,7 +388,7 @@ struct Source {
 
 // `shift` is near the mean of what came before; what it is not near to is summed once more around its own mean.
 template <typename T>
-void add_chunk(const T* values, int64_t begin, int64_t n, int64_t stride, Block* block, Powers* powers, Units<T>* units) {
+void add_chunk(const T* values, int64_t n, int64_t stride, Block* block, Powers* powers) {
   Sums sums;
   const double size = static_cast<double>(n);
   double shift = static_cast<double>(static_cast<T>(block->mean)), offset = 0, m2 = 0;
@@ -409,15 +409,13 @@ void add_chunk(const T* values, int64_t begin, int64_t n, int64_t stride, Block*
     sums.zeros = add_exactly(values, n, block);
   }
   if (stride) powers->add(values, n, stride, sums.zeros);
-  if (units) units->add(values, begin, n);
 }
 
-template <typename T>
-void add_range(const Source& source, int64_t begin, int64_t end, int64_t stride, Block* block, Units<T>* units) {
+// Calls `work` with each chunk of a range, as float or double, where it begins and how long it is.
+template <typename T, typename Work>
+void each_chunk(const Source& source, int64_t begin, int64_t end, const Work& work) {
   alignas(64) char room[kChunk * sizeof(T)];
   alignas(64) uint32_t wide[kChunk];
-  Powers powers;
-  if (stride) powers.clear((stride - begin % stride) % stride);
   for (int64_t at = begin; at < end; at += kChunk) {
     const int64_t n = std::min(kChunk, end - at);
     const char* chunk = source.gather(at, n, room);
@@ -426,16 +424,25 @@ void add_range(const Source& source, int64_t begin, int64_t end, int64_t stride,
       source.dtype == ScalarType::BFloat16 ? widen_bfloat16(narrow, n, wide) : widen_half(narrow, n, wide);
       chunk = reinterpret_cast<const char*>(wide);
     }
-    add_chunk(reinterpret_cast<const T*>(chunk), at, n, stride, block, &powers, units);
+    work(reinterpret_cast<const T*>(chunk), at, n);
   }
+}
+
+template <typename T>
+void add_range_as(const Source& source, int64_t begin, int64_t end, int64_t stride, Block* block) {
+  Powers powers;
+  if (stride) powers.clear((stride - begin % stride) % stride);
+  each_chunk<T>(source, begin, end, [&](const T* values, int64_t, int64_t n) {
+    add_chunk(values, n, stride, block, &powers);
+  });
   if (stride) powers.add_to(block, stride);
 }
 
 void add_range(const Source& source, int64_t begin, int64_t end, int64_t stride, Block* block) {
   if (source.dtype == ScalarType::Double) {
-    add_range<double>(source, begin, end, stride, block, nullptr);
+    add_range_as<double>(source, begin, end, stride, block);
   } else {
-    add_range<float>(source, begin, end, stride, block, nullptr);
+    add_range_as<float>(source, begin, end, stride, block);
   }
 }
 
@@ -504,44 +511,39 @@ void observe_many_(std::vector<Tensor> tensors, Tensor rows, bool histogram) {
 }
 
 template <typename T>
-void observe_units(const Source& source, double* row, double* table, int64_t count, int64_t inner, bool histogram) {
-  const int64_t stride = stride_of(source.numel, histogram), blocks = (source.numel + kBlock - 1) / kBlock;
-  std::vector<Block> parts(blocks);
+void observe_units(const Source& source, double* table, int64_t count, int64_t inner) {
+  const int64_t blocks = (source.numel + kBlock - 1) / kBlock;
   std::vector<Units<T>> units(blocks, Units<T>(count, inner));
   const auto work = [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; ++at) {
-      add_range<T>(source, at * kBlock, std::min(source.numel, (at + 1) * kBlock), stride, &parts[at], &units[at]);
+    for (int64_t block = begin; block < end; ++block) {
+      each_chunk<T>(source, block * kBlock, std::min(source.numel, (block + 1) * kBlock),
+                    [&](const T* values, int64_t at, int64_t n) { units[block].add(values, at, n); });
     }
   };
   blocks < 2 ? work(0, blocks) : torch::stable::parallel_for(0, blocks, 1, work);
-  Block whole;
-  for (int64_t at = 0; at < blocks; ++at) {
-    whole.add(parts[at]);
+  for (const Units<T>& some : units) {
     for (int64_t unit = 0; unit < count; ++unit) {
-      table[unit] = std::max(table[unit], static_cast<double>(units[at].largest[unit]));
-      table[count + unit] = std::min(table[count + unit], static_cast<double>(units[at].smallest[unit]));
-      table[2 * count + unit] += static_cast<double>(units[at].magnitude[unit]);
+      table[unit] = std::max(table[unit], static_cast<double>(some.largest[unit]));
+      table[count + unit] = std::min(table[count + unit], static_cast<double>(some.smallest[unit]));
+      table[2 * count + unit] += static_cast<double>(some.magnitude[unit]);
     }
   }
-  whole.add_to(row);
 }
 
 // units: [3, count], float64: largest, smallest, sum of magnitudes, of each unit so far; NaN passes none of these
-void observe_units_(const Tensor& tensor, Tensor row, Tensor units, int64_t inner, bool histogram) {
+void observe_units_(const Tensor& tensor, Tensor units, int64_t inner) {
   check(tensor);
-  check_row(row, kRow);
   const int64_t count = units.size(1);
   check_row(units, 3 * count);
   const Source source(tensor);
   STD_TORCH_CHECK(
       source.is_dense && inner > 0 && count > 0 && source.numel % (count * inner) == 0,
       "gaff: expected a dense tensor of ", count, " units of ", inner, ", got ", source.numel, " elements");
-  double* numbers = static_cast<double*>(row.mutable_data_ptr());
   double* table = static_cast<double*>(units.mutable_data_ptr());
   if (source.dtype == ScalarType::Double) {
-    observe_units<double>(source, numbers, table, count, inner, histogram);
+    observe_units<double>(source, table, count, inner);
   } else {
-    observe_units<float>(source, numbers, table, count, inner, histogram);
+    observe_units<float>(source, table, count, inner);
   }
 }
 
@@ -550,7 +552,7 @@ void observe_units_(const Tensor& tensor, Tensor row, Tensor units, int64_t inne
 STABLE_TORCH_LIBRARY(gaff, library) {
   library.def("observe_(Tensor x, Tensor(a!) row, bool histogram) -> ()");
   library.def("observe_many_(Tensor[] x, Tensor(a!) rows, bool histogram) -> ()");
-  library.def("observe_units_(Tensor x, Tensor(a!) row, Tensor(b!) units, int inner, bool histogram) -> ()");
+  library.def("observe_units_(Tensor x, Tensor(a!) units, int inner) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gaff, CPU, library) {

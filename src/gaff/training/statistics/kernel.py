@@ -32,7 +32,7 @@ _X86 = {
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 LEVELS: dict[str, tuple[tuple[str, ...], str]] = {**(_X86 if IS_X86 else {}), BASELINE: ((), "")}
 _FLAGS = ("-O3", "-fno-trapping-math", "-std=c++17", "-fPIC", "-shared", "-DTORCH_TARGET_VERSION=0x020a000000000000")
-_CHOICE = "GAFF_KERNEL"
+CHOICE = "GAFF_KERNEL"
 
 
 def packed(level: str) -> Path:
@@ -70,22 +70,22 @@ def _chosen() -> tuple[str, Any]:
             except OSError:  # of another platform or torch: plain torch counts the same
                 continue
             return name, SimpleNamespace(**{one: _op(one) for one in ("observe_", "observe_many_", "observe_units_")})
-    choice = os.environ.get(_CHOICE, "")
+    choice = os.environ.get(CHOICE, "")
     if choice not in ("", PLAIN):
-        raise GaffError(f"{_CHOICE}={choice!r}: there is no such build here: python -m gaff.training.statistics.kernel "
+        raise GaffError(f"{CHOICE}={choice!r}: there is no such build here: python -m gaff.training.statistics.kernel "
                         f"{choice} makes it")  # fmt: skip
     return PLAIN, None
 
 
 def _wanted() -> tuple[str, ...]:
     """The builds that may be loaded, best first. Raises GaffError for a choice that is none, or cannot run here."""
-    choice, runnable = os.environ.get(_CHOICE, ""), levels_here()
+    choice, runnable = os.environ.get(CHOICE, ""), levels_here()
     if not choice:
         return (NATIVE, *runnable)
     if choice not in (NATIVE, PLAIN, *LEVELS):
-        raise GaffError(f"{_CHOICE}={choice!r}: expected one of {', '.join((NATIVE, PLAIN, *LEVELS))}")
+        raise GaffError(f"{CHOICE}={choice!r}: expected one of {', '.join((NATIVE, PLAIN, *LEVELS))}")
     if choice in LEVELS and choice not in runnable:
-        raise GaffError(f"{_CHOICE}={choice!r}: this processor cannot run it: expected one of {', '.join(runnable)}")
+        raise GaffError(f"{CHOICE}={choice!r}: this processor cannot run it: expected one of {', '.join(runnable)}")
     return () if choice == PLAIN else (choice,)
 
 

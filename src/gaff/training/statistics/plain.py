@@ -39,14 +39,13 @@ def observe_many_(tensors: Sequence[Tensor], rows: Tensor, histogram: bool) -> N
         observe_(tensor, row, histogram)
 
 
-def observe_units_(x: Tensor, row: Tensor, units: Tensor, inner: int, histogram: bool) -> None:
-    """Add the elements of ``x`` to ``row`` as ``observe_`` does, and to ``units`` what each unit did.
+def observe_units_(x: Tensor, units: Tensor, inner: int) -> None:
+    """Add to ``units`` what each unit of ``x`` did, as ``observe_`` reads it.
 
     ``units``, [3, n], float64, is written in place: the largest and smallest value and the sum of magnitudes of each
     unit so far. The elements of a unit are ``inner`` neighbours in memory, those of all ``n`` units follow each other;
     ``x`` is dense.
     """
-    observe_(x, row, histogram)
     table = in_memory_order(x.detach()).view(-1, units.shape[1], inner)
     if table.shape[0]:
         torch.maximum(units[0], table.amax((0, 2)).double(), out=units[0])

@@ -7,6 +7,7 @@ the ``Shield`` shuts them out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,14 +16,13 @@ from torch import Tensor
 
 from gaff.compat import autograd, elements
 from gaff.record.sample import Key
-from gaff.record.statistics import EMPTY
-from gaff.training.statistics import kernel
-from gaff.training.statistics import plain as in_torch
+from gaff.record.statistics import MAX, MIN, WIDTH
+from gaff.training.statistics import kernel, on_gpu, plain
 
 _ROOM = 64
 _ROW_BYTES = 2048  # of a row: its 74 numbers, once more as plain ones when it is judged, and its key
 _UNITS = 1 << 14
-_NO_UNITS = [[-float("inf")], [float("inf")], [0.0]]  # largest, smallest, sum of magnitudes, before the first
+_LARGEST, _SMALLEST = range(2)  # of a table of units
 _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -48,7 +48,8 @@ class Accumulator:
     """What is counted in one sampled step, by key: the model's name and the address of a tensor stream.
 
     Rows of numbers for each stream, ``units``: tables of its units (both as in ``gaff.training.statistics``), and
-    ``shares`` of it by name. All stays on the devices of the tensors until ``take``. Adding needs no lock: one thread.
+    ``shares`` of it by name. ``notes``: what the record should say of how it was counted. All stays on the devices of
+    the tensors until ``take``. Adding needs no lock: one thread.
     """
 
     def __init__(self) -> None:
@@ -56,11 +57,11 @@ class Accumulator:
         self._rows: dict[Key, Tensor] = {}
         self._aliases: dict[Key, list[Key]] = {}
         self._room: dict[torch.device, list[Tensor]] = {}
-        self._unread: dict[torch.device, Tensor] = {}  # rows that nobody reads
         self._no_units: dict[tuple[torch.device, int], Tensor] = {}  # tables before the first input, by width
         self.units: dict[Key, Tensor] = {}
         self.inputs: dict[Key, int] = {}  # values of each unit that its table has seen
         self.shares: dict[tuple[str, Key], tuple[Any, int]] = {}  # sums and what to divide them by
+        self.notes: set[str] = set()
 
     def observe(self, key: Key, tensor: Tensor, histogram: bool = True) -> None:
         """Add a readable tensor's numbers to the row of ``key``, made when it is first met. No synchronisation.
@@ -84,7 +85,7 @@ class Accumulator:
         if table is None or table.shape[1] != count:
             table = self.units[key] = self._new_table(tensor.device, count)
         self.inputs[key] = self.inputs.get(key, 0) + some.numel() // (count * inner) * inner
-        self._ops(tensor.device).observe_units_(some, self._scratch(tensor.device), table, inner, False)
+        self._ops(tensor.device).observe_units_(some, table, inner)
 
     def observe_many(self, keys: Sequence[Key], tensors: Sequence[Tensor], histogram: bool = True) -> None:
         """Add the numbers of many readable tensors, each to a new row, in one call for each device."""
@@ -92,7 +93,7 @@ class Accumulator:
         for at, tensor in enumerate(tensors):
             by_device.setdefault(tensor.device, []).append(at)
         for device, places in by_device.items():
-            rows = torch.tensor(EMPTY, dtype=torch.float64, device=device).repeat(len(places), 1)
+            rows = _empty_rows(len(places), device)
             self._ops(device).observe_many_([tensors[at] for at in places], rows, histogram)
             self._rows.update(zip((keys[at] for at in places), rows.unbind(0), strict=True))
 
@@ -147,25 +148,34 @@ class Accumulator:
         return found
 
     def _ops(self, device: torch.device) -> Any:
-        """What computes there: the compiled kernel on a CPU, if there is one, else plain torch."""
-        return self._kernel if self._kernel is not None and device.type == "cpu" else in_torch
-
-    def _scratch(self, device: torch.device) -> Tensor:
-        """A row that nobody reads, for what wants to write one."""
-        if device not in self._unread:
-            self._unread[device] = torch.tensor(EMPTY, dtype=torch.float64, device=device)
-        return self._unread[device]
+        """What computes there: the compiled kernel on a CPU, Triton's kernels on a GPU, else plain torch."""
+        if device.type == "cpu":
+            return plain if self._kernel is None else self._kernel
+        found, why = on_gpu.load(device)
+        if why:
+            self.notes.add(why)
+        return plain if found is None else found
 
     def _new_table(self, device: torch.device, count: int) -> Tensor:
         """A table for so many units; a copy of one that was made before, since to make it takes as long as counting."""
         if (device, count) not in self._no_units:
-            empty = torch.tensor(_NO_UNITS, dtype=torch.float64, device=device)
-            self._no_units[device, count] = empty.repeat(1, count)
+            empty = torch.zeros(3, count, dtype=torch.float64, device=device)
+            empty[_LARGEST].fill_(-math.inf)
+            empty[_SMALLEST].fill_(math.inf)
+            self._no_units[device, count] = empty
         return self._no_units[device, count].clone()
 
     def _new_row(self, device: torch.device) -> Tensor:
         """An empty row; many are made at once, since a launch on a device costs more than their memory."""
         room = self._room.setdefault(device, [])
         if not room:
-            room.extend(torch.tensor(EMPTY, dtype=torch.float64, device=device).repeat(_ROOM, 1).unbind(0))
+            room.extend(_empty_rows(_ROOM, device).unbind(0))
         return room.pop()
+
+
+def _empty_rows(number: int, device: torch.device) -> Tensor:
+    """Rows of nothing (``EMPTY``), made on the device: what is copied there from the CPU would be waited for."""
+    rows = torch.zeros(number, WIDTH, dtype=torch.float64, device=device)
+    rows[:, MIN].fill_(math.inf)
+    rows[:, MAX].fill_(-math.inf)
+    return rows

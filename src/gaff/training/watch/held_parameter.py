@@ -56,4 +56,4 @@ def _beginning(parameter: Tensor) -> Tensor:
     """The first elements of a parameter, in memory of their own; none where they cannot be read."""
     plain = parameter.detach()
     is_readable = elements.is_plain(plain) and elements.is_readable(plain)
-    return plain.flatten()[:_ELEMENTS].clone() if is_readable else torch.empty(0)
+    return plain.flatten()[:_ELEMENTS].clone() if is_readable else torch.empty(0, device="cpu")

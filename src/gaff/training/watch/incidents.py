@@ -145,9 +145,13 @@ def _of_unknown(what: str, step: int, failed: str, seen: Key | None) -> Finding:
     )
 
 
-def of_stuck_scaler(step: int, scale: float | None, skipped: int) -> Finding:
-    """The finding about a GradScaler that has left out ``skipped`` steps in a row, whose factor by now is ``scale``."""
+def of_stuck_scaler(step: int, scale: float | Tensor | None, skipped: int) -> Finding:
+    """The finding about a GradScaler that has left out ``skipped`` steps in a row, whose factor by now is ``scale``.
+
+    Waits for its device, as the GradScaler has just done.
+    """
     known = RULES["scaler_stuck"]
+    scale = None if scale is None else float(scale)
     return Finding(
         rule=known.name,
         site="",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ref
@@ -289,3 +289,17 @@ def _has_unscaled(scaler: Any) -> bool:
 def read(value: Any) -> float:
     """A loss or a factor as a number; waits for its device, so it is called on the writer's thread."""
     return float(value.item()) if isinstance(value, torch.Tensor) else float(value)
+
+
+def read_all(values: Iterable[Any]) -> list[float]:
+    """Numbers and tensors of one number each as numbers; waits once for each device and type, not for every tensor."""
+    known = list(values)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for at, value in enumerate(known):
+        if isinstance(value, torch.Tensor):
+            by_kind.setdefault((value.device, value.dtype), []).append(at)
+    for places in by_kind.values():
+        together = torch.stack([known[at].detach().reshape(()) for at in places])
+        for at, number in zip(places, together.tolist(), strict=True):
+            known[at] = number
+    return [float(one) for one in known]

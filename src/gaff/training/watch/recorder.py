@@ -33,7 +33,7 @@ from gaff.record.statistics import (
 
 _GROUPS = dict.fromkeys(("param", "grad", "update"), PARAMETERS)  # by port
 _OCTAVES = 24
-_ABSENT = torch.full((1, WIDTH), float("nan"), dtype=torch.float64)
+_ABSENT = torch.full((1, WIDTH), float("nan"), dtype=torch.float64, device="cpu")
 
 
 class Recorder:
@@ -78,7 +78,7 @@ class Recorder:
         for (group, step), places in groups.items():
             layout = self._layout(group, places, sample.step)
             wanted = [places.get(key, -1) for key in layout.rows]
-            table = torch.cat([rows, _ABSENT])[torch.tensor(wanted)]
+            table = torch.cat([rows, _ABSENT])[torch.tensor(wanted, device="cpu")]
             columns = [_column(BY_NAME[name], table, sample, layout.rows) for name, _ in columns_of(group)]
             self._log.write(MATRIX, pack(layout.number, sample.phase, [*columns, _magnitudes(table)]), step)
 

@@ -147,6 +147,7 @@ class SampledStep:
     def close(self) -> None:
         """Look at nothing from now on; tensors with several addresses have their numbers under each of them."""
         self.is_open = False
+        self.notes |= self.numbers.notes
         for key, one in self._outputs.items():
             if one.known is not None and one.calls == (other := self._outputs[one.known]).calls:
                 self.numbers.alias(key, one.known)

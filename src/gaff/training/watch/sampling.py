@@ -38,16 +38,19 @@ def reading_of(
     def read() -> tuple[Sample, Sequence[Key], Tensor]:
         here = [one.cpu() for one in rows]
         rows.clear()  # a look at a large model holds much
-        table = here[0] if len(here) == 1 else torch.cat([torch.zeros(0, WIDTH, dtype=torch.float64), *here])
+        table = (
+            here[0] if len(here) == 1 else torch.cat([torch.zeros(0, WIDTH, dtype=torch.float64, device="cpu"), *here])
+        )
         table = _unscale(keys, table, losses.read(scale))
         sample = Sample(step, phase, seconds)
         known = memoryview(bytes_of(table)).cast("d")  # a list of Python's numbers would take four times as much
         sample.rows = {key: Numbers(known[at * WIDTH : (at + 1) * WIDTH]) for at, key in enumerate(keys)}
         sample.units = _all_units(units, inputs)
-        sample.shares = {name: float(total) / max(1, count) for name, (total, count) in shares.items()}
+        totals = losses.read_all(total for total, _ in shares.values())
+        sample.shares = {name: total / max(1, shares[name][1]) for name, total in zip(shares, totals, strict=True)}
         sample.loads = {key: load_of(one) for key, one in loads.items()}
-        sample.parameters = {key: step_facts.read(one) for key, one in parameters.items()}
-        sample.losses = {name: losses.read(value) for name, value in values.items()}
+        sample.parameters = {key: step_facts.read(one) for key, one in _read_tensors(parameters).items()}
+        sample.losses = dict(zip(values, losses.read_all(values.values()), strict=True))
         sample.facts = {name: plain(one) for name, one in told.items()}
         summed = sample.facts.pop("summed", None)
         if summed is not None and abs(summed["by"] - 1) > _ROUNDED:
@@ -55,6 +58,15 @@ def reading_of(
         return sample, keys, table
 
     return read
+
+
+def _read_tensors(known: Mapping[Key, Mapping[str, Any]]) -> dict[Key, dict[str, Any]]:
+    """The same with numbers in place of all tensors, which are read together."""
+    places = [(key, name) for key, one in known.items() for name, value in one.items() if isinstance(value, Tensor)]
+    found = {key: dict(one) for key, one in known.items()}
+    for (key, name), number in zip(places, losses.read_all(known[key][name] for key, name in places), strict=True):
+        found[key][name] = number
+    return found
 
 
 def plain(fact: Any) -> Any:
@@ -73,9 +85,16 @@ def _all_units(tables: Mapping[Key, Tensor], inputs: Mapping[Key, int]) -> dict[
         by_size.setdefault(table.shape[1], []).append(key)
     found: dict[Key, Units] = {}
     for keys in by_size.values():
-        several = torch.stack([tables[key].cpu() for key in keys])
+        several = _together([tables[key] for key in keys])
         found.update(zip(keys, _units(several, [inputs[key] for key in keys]), strict=True))
     return {key: found[key] for key in tables}
+
+
+def _together(tables: Sequence[Tensor]) -> Tensor:
+    """Tables of one size as one tensor on the CPU, [k, 3, n]; waits once, where they are on one device."""
+    if len({one.device for one in tables}) > 1:
+        tables = [one.cpu() for one in tables]
+    return torch.stack(list(tables)).cpu()
 
 
 def _units(tables: Tensor, inputs: Sequence[int]) -> list[Units]:

@@ -270,11 +270,11 @@ def parameters(
 
 
 def read(known: Mapping[str, Any]) -> Parameter:
-    """What ``parameters`` tells of one parameter as plain numbers; waits for the device, on the writer's thread."""
-    given: dict[str, Any] = {
-        name: value.item() if isinstance(value, Tensor) else value for name, value in known.items()
-    }
-    given["has_grad"] = given.pop("had_grad")
+    """What ``parameters`` tells of one parameter, in which plain numbers have taken the place of tensors."""
+    given = {**known, "has_grad": known["had_grad"]}
+    del given["had_grad"]
+    if "was_cleared" in given:
+        given["was_cleared"] = bool(given["was_cleared"])
     return Parameter(**given)
 
 

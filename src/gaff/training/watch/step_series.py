@@ -80,14 +80,13 @@ class StepSeries:
             "grad_norm": [self._norms.pop(one.step, nothing) for one in pulses],
         }
         if any(one.numbers.unclipped is not None for one in pulses):
-            columns["unclipped_norm"] = [
-                nothing if one.numbers.unclipped is None else losses.read(one.numbers.unclipped) for one in pulses
-            ]
+            norms = [one.numbers.unclipped for one in pulses]
+            columns["unclipped_norm"] = losses.read_all(nothing if one is None else one for one in norms)
         for name in names:
-            columns[f"loss:{name}"] = [losses.read(one.numbers.losses.get(name, ABSENT)) for one in pulses]
+            columns[f"loss:{name}"] = losses.read_all(one.numbers.losses.get(name, ABSENT) for one in pulses)
         scales: list[Any] = [one.numbers.scale for one in pulses]
         if any(one is not None for one in scales):
-            columns["scale"] = [nothing if one is None else losses.read(one) for one in scales]
+            columns["scale"] = losses.read_all(nothing if one is None else one for one in scales)
             columns["skipped"] = [float(one.skipped) for one in pulses]
         if self._is_spread:
             columns["to_forward"] = [one.alone[0] for one in pulses]

@@ -27,7 +27,7 @@ _FEW = 1 << 12
 _LEAST = 1 << 8
 # of each parameter a few elements: as they were, and by how much they changed
 Changed = list[tuple[Key, Tensor, Tensor]]
-_PROBES = 4  # parameters asked whether their gradients were cleared
+_PROBES = 8  # parameters asked whether their gradients were cleared
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Update:
     ) -> None:
         self.optimizer = optimizer
         self.owned: list[Owned] = []
-        self.was_cleared = True
+        self.was_cleared: bool | Tensor = True
         self.is_fed = False  # any of its parameters has a gradient, whether a watched model has it or not
         self.changed: Changed = []
         self._marks: list[tuple[int, int] | None] = []  # of gradients before the step
@@ -136,8 +136,10 @@ class Update:
             if same:
                 changes = torch._foreach_sub([now for _, now, _ in same], [before for *_, before in same])
                 self._observe("update", [(one, change) for (one, *_), change in zip(same, changes, strict=True)])
-                self.changed = [((one.model, one.path), before[:_LEAST].clone(), change[:_LEAST].clone())
-                                for (one, _, before), change in zip(same, changes, strict=True)]  # fmt: skip
+                befores = _copies([before[:_LEAST] for *_, before in same])
+                few = _copies([change[:_LEAST] for change in changes])
+                self.changed = [((one.model, one.path), before, change)
+                                for (one, *_), before, change in zip(same, befores, few, strict=True)]  # fmt: skip
             for one in self.owned:
                 one.before = None
             if self._has_moments:
@@ -187,13 +189,13 @@ class Clearing:
     """Whether an optimizer's gradients were None or zero at some time since its last step.
 
     A loop that forgets ``zero_grad`` adds all gradients up. Asked at the beginning of backward passes and steps in a
-    sampled window; compares at most four small gradients with those at the last step, and waits for the device for
-    them. Holds these gradients until ``forget``.
+    sampled window; compares a few small gradients with those at the last step, on their device, and never waits for it.
+    Holds these gradients until ``forget``.
     """
 
     def __init__(self) -> None:
-        self._cleared: dict[int, bool] = {}
-        self._stepped: dict[int, list[tuple[Tensor, Tensor | None]]] = {}  # with the gradient that it had
+        self._cleared: dict[int, Tensor | None] = {}  # whether any has been cleared; None before anybody has looked
+        self._stepped: dict[int, list[_Probe]] = {}
         self._marks: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # a gradient at the step, with its version
 
     def mark(self, optimizer: Any) -> None:
@@ -212,30 +214,49 @@ class Clearing:
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step: note a few small gradients that it had, which must be cleared next."""
         given = sorted((one for _, one in parameters_of(optimizer) if one.grad is not None), key=Tensor.numel)
-        probes = [one for one in given[: 2 * _PROBES] if _is_nonzero(one)][:_PROBES]
-        self._stepped[id(optimizer)] = [(one, one.grad) for one in probes]
-        self._cleared[id(optimizer)] = False
+        probes = [_Probe(one, one.grad, flag) for one in given[:_PROBES] if (flag := _is_nonzero(one)) is not None]
+        first = [one for one in probes if one.was_nonzero.device == probes[0].was_nonzero.device]
+        self._stepped[id(optimizer)] = first
+        self._cleared[id(optimizer)] = None
 
     def look(self) -> None:
-        """See whether the noted gradients have been cleared by now; waits for their device."""
+        """See whether the noted gradients have been cleared by now."""
         for which, probes in self._stepped.items():
-            if not self._cleared[which] and any(one.grad is not known or not _is_nonzero(one) for one, known in probes):
-                self._cleared[which] = True
+            for probe in probes:
+                now, known = probe.is_cleared(), self._cleared[which]
+                self._cleared[which] = now if known is None else known | now
 
-    def was_cleared(self, optimizer: Any) -> bool:
+    def was_cleared(self, optimizer: Any) -> bool | Tensor:
         """Whether the gradients of ``optimizer`` have been cleared since its last step; asks about all that are noted.
 
-        True where nothing is known: no step has been seen, or no gradient was there to be cleared. Waits for their
-        device.
+        A tensor of one truth value on their device. True where nothing is known: no step has been seen, or there was no
+        gradient but zeros, which nobody need clear.
         """
         self.look()
-        return self._cleared.get(id(optimizer), True) or not self._stepped.get(id(optimizer))
+        probes, cleared = self._stepped.get(id(optimizer)), self._cleared.get(id(optimizer))
+        if not probes or cleared is None:
+            return True
+        return cleared | ~torch.stack([one.was_nonzero for one in probes]).any()
 
     def forget(self) -> None:
         """Let go of the gradients that are noted: nothing is known any more."""
         self._cleared.clear()
         self._stepped.clear()
         self._marks.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """A parameter whose gradient is asked for, the gradient that it had at a step, and whether that was not zero."""
+
+    parameter: Tensor
+    gradient: Tensor | None
+    was_nonzero: Tensor
+
+    def is_cleared(self) -> Tensor:
+        """Whether a gradient that was not zero is another tensor, none, or zero by now; on its device."""
+        now = _is_nonzero(self.parameter) if self.parameter.grad is self.gradient else None
+        return self.was_nonzero if now is None else self.was_nonzero & ~now
 
 
 def parameters_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -270,6 +291,18 @@ def _like(value: Tensor | None, before: Tensor | None) -> Tensor | None:
     return now if now.shape == before.shape else None
 
 
+def _copies(several: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of flat tensors: those of one device and type by one kernel, since a launch costs more than the copy."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for at, one in enumerate(several):
+        by_kind.setdefault((one.device, one.dtype), []).append(at)
+    copies: dict[int, Tensor] = {}
+    for places in by_kind.values():
+        some = [several[at] for at in places]
+        copies.update(zip(places, torch.cat(some).split([len(one) for one in some]), strict=True))
+    return [copies[at] for at in range(len(several))]
+
+
 def _moment(value: Any) -> Tensor | None:
     """The numbers of something that an optimizer keeps, if it is a tensor that can be read."""
     return readable(value) if isinstance(value, Tensor) else None
@@ -290,11 +323,11 @@ def _second_moment(state: dict[str, Any], one: Owned) -> tuple[Tensor, Tensor, f
     return some_of(gradient, _FEW), some_of(second, _FEW), 1 - float(betas[1]) ** float(count)
 
 
-def _is_nonzero(parameter: Tensor) -> bool:
-    """Whether a parameter has a gradient that is not all zero; waits for its device. False where it cannot be read."""
+def _is_nonzero(parameter: Tensor) -> Tensor | None:
+    """Whether a parameter has a gradient that is not all zero, as a tensor on its device; None if none can be read."""
     gradient = readable(parameter.grad) if parameter.grad is not None else None
     if gradient is None or not gradient.numel():
-        return False
+        return None
     with torch.no_grad(), suppress(RuntimeError):
-        return bool(gradient.ne(0).any())
-    return False
+        return gradient.ne(0).any()
+    return None
