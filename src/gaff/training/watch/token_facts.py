@@ -179,7 +179,8 @@ def _compared(scores: Tensor, tokens: Tensor) -> dict[str, Tensor]:
     """What first positions of sequences tell, each compared with the next one in the order of their first tokens.
 
     ``scores``: ``[sequences, positions, width]``. ``leaks``: two differ that begin with the same token, and go on with
-    another; ``is_causal``: there are such, and none differs by more than rounding; ``uses_own``: two differ that begin with other tokens.
+    another; ``is_causal``: there are such, and none differs by more than rounding; ``uses_own``: two differ that begin
+    with other tokens.
     """
     order = tokens[:_MOST, 0].argsort(stable=True)
     first, second, out = tokens[order, 0], tokens[order, 1], scores[order, 0].float()
