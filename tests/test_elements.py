@@ -209,3 +209,24 @@ def test_a_trace_on_the_meta_device_does_not_say_what_has_influence():
     assert trace.unused_parameters == ()
     with gaff.edit(model, {"1": gaff.edits.noise(0.1)}):
         assert model(x).shape == (3, 5)
+
+
+def test_where_there_is_no_float64_sums_are_in_float32(monkeypatch, tmp_path):
+    """Tensors say that they lie on Apple's MPS, of which none is at hand."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monkeypatch.setattr(torch.Tensor, "is_mps", property(lambda tensor: True), raising=False)
+    assert elements.wide_type(x) is torch.float32
+    with gaff.watch(model, optimizer, every=1, out=tmp_path / "run"), gaff.clip_gradients(optimizer, norm=1e-3):
+        for _ in range(3):
+            with gaff.edit(model, {"0": gaff.edits.scale(0.5)}) as edit:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+            weight = model[0].weight.detach().clone()
+            optimizer.step()
+            assert edit.receipt
+    trace = gaff.trace(model, x)
+    monkeypatch.undo()
+    assert trace
+    assert gaff.load(tmp_path / "run").latest("0.weight:param")["norm"] == pytest.approx(weight.norm().item(), rel=1e-6)
+    assert elements.wide_type(x) is torch.float64

@@ -14,6 +14,7 @@ else. Nothing in this file communicates with other processes.
 | nested | those of its parts, one after the other |
 | another wrapper of tensors (``__tensor_flatten__``) | those of the tensors inside, one after the other |
 | complex | pairs of real ones |
+| on Apple's MPS | the same, copied to the CPU |
 | meta, fake, functional; stand-ins inside ``torch.func`` and batched backward passes | none that can be read |
 | a wrapper that lies inside itself, as ``torch.utils.swap_tensors`` can make one | none: torch cannot read it either |
 """
@@ -51,6 +52,14 @@ def dtype_named(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no type of torch's")
     return found
+
+
+def wide_type(tensor: Tensor) -> torch.dtype:
+    """The widest type that sums of a tensor can be in where it lies: float64, on Apple's MPS float32; of complex ones
+    complex128, there complex64."""
+    if tensor.is_complex():
+        return torch.complex64 if tensor.is_mps else torch.complex128
+    return torch.float32 if tensor.is_mps else torch.float64
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -151,8 +160,12 @@ def elements(tensor: Tensor) -> Tensor | None:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """What lies in this process, without an autograd graph: the local part, once it has come, dequantised."""
-    return dequantized(distributed.arrived(distributed.local_of(tensor.detach())))
+    """What lies in this process, without an autograd graph: the local part, once it has come, dequantised.
+
+    A copy on the CPU, which is waited for, of what lies on Apple's MPS: that computes nothing in float64.
+    """
+    value = dequantized(distributed.arrived(distributed.local_of(tensor.detach())))
+    return value.cpu() if value.is_mps else value
 
 
 def _joined(parts: list[Tensor]) -> Tensor | None:

@@ -257,14 +257,14 @@ def _fits(value: Tensor, new: Tensor) -> bool:
     """
     if value.requires_grad or not elements.is_readable(new) or not value.numel():
         return True
-    old = value.detach().to(new.device)
+    old, wide = value.detach().to(new.device), elements.wide_type(new)
     if new.dtype.is_floating_point or new.dtype.is_complex:
         kept = new.float() if elements.is_small_float(new) else new
         if not bool(kept.any()) and bool(old.any()):
             return False
-        parts = torch.view_as_real(old.resolve_conj()) if old.is_complex() else old.double()
+        parts = torch.view_as_real(old.resolve_conj()) if old.is_complex() else old.to(elements.wide_type(old))
         return bool((parts.abs().nan_to_num(0.0, 0.0, 0.0) <= torch.finfo(new.dtype).max).all())
-    return torch.equal(new.to(old.dtype), old) and torch.equal(new.double(), old.double())
+    return torch.equal(new.to(old.dtype), old) and torch.equal(new.to(wide), old.to(wide))
 
 
 def _out_of_range(given: torch.dtype, passing: torch.dtype) -> str:

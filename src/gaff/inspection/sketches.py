@@ -79,6 +79,7 @@ def sketch(tensor: Tensor) -> tuple[Tensor, Tensor]:
     On the tensor's device, without synchronisation. Elements that are not finite count as zero in the sketch, since one
     of them would spoil the norm. Goes through the tensor in pieces of 2**20 elements, so that copies stay small.
     """
+    tensor = tensor.cpu() if tensor.is_mps else tensor  # which has no float64
     flat = tensor.detach().reshape(-1)
     total = torch.zeros(LENGTH, dtype=torch.float64, device=tensor.device)
     odd = torch.zeros((), dtype=torch.int64, device=tensor.device)

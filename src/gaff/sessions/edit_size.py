@@ -82,15 +82,15 @@ def _sums(old: Tensor, new: Tensor) -> list[Tensor]:
     float32.
     """
     if not old.numel():
-        return [torch.zeros((), dtype=kind, device=old.device) for kind in (torch.long,) * 3 + (torch.float64,) * 2]
+        wide = elements.wide_type(old.real)
+        return [torch.zeros((), dtype=kind, device=old.device) for kind in (torch.long,) * 3 + (wide,) * 2]
     quick = _quick_sums(old, new) if old.is_cpu and old.dtype in _NARROW else None
     if quick is not None:
         return quick
     differs = (old != new) & ~(old.isnan() & new.isnan())
     both = old.isfinite() & new.isfinite()
     added = ((old.isfinite() & ~both) | (new.isnan() & ~old.isnan())).sum()
-    wide = torch.float32 if old.device.type == "mps" and old.is_floating_point() else torch.float64
-    wide = torch.complex128 if old.is_complex() else wide
+    wide = elements.wide_type(old)
     before, after = (torch.where(both, one, 0).to(wide) for one in (old, new))
     rows = differs.flatten(1).any(1).sum() if old.dim() > 1 else differs.any().long()
     return [differs.sum(), rows, added, _norm(before, after), _norm(torch.zeros_like(before), before)]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.resolve import need_module
-from gaff.compat import distributed, flat_shards, foreach
+from gaff.compat import distributed, elements, flat_shards, foreach
 from gaff.engine.process.optimizer import AccumulationWatch, StepGuard, unwrap_optimizer
 from gaff.engine.process.training_loop import tell_clipped
 from gaff.errors import NonFiniteError, PlanError
@@ -167,7 +167,7 @@ class Clipping:
                 local.masked_fill_(~local.isfinite(), 0)
             norms, total = foreach.norms_of(gradients, self._limits.norm_type)
             if not bool(total.isfinite()):  # of finite numbers whose squares are too large
-                exact = [one.to(torch.complex128 if one.is_complex() else torch.float64) for one in gradients]
+                exact = [one.to(elements.wide_type(one)) for one in gradients]
                 norms, total = foreach.norms_of(exact, self._limits.norm_type)
                 if not bool(total.isfinite()) and self._limits.value is None:
                     raise NonFiniteError("the norm of finite gradients overflows float64; nothing was stepped")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gaff.compat import distributed, foreach
+from gaff.compat import distributed, elements, foreach
 from gaff.engine.process.optimizer import BackwardGuard
 from gaff.errors import PlanError
 from gaff.training.clipping_audit import Audit
@@ -60,8 +60,7 @@ class BackwardClipping:
         if not bool(norm.isfinite()):
             if self._parameters.nonfinite([gradient], [number]):
                 local = torch.where(local.isfinite(), local, 0)
-            wide = torch.complex128 if gradient.is_complex() else torch.float64
-            norm = self._norm(_with(gradient, local), wide)
+            norm = self._norm(_with(gradient, local), elements.wide_type(gradient))
         if limits.value is not None:
             self._audit.add_each([number], any_each([local.abs() > limits.value], [gradient]))
             local = local.clamp(-limits.value, limits.value)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.resolve import iter_modules, join
-from gaff.compat import distributed, foreach
+from gaff.compat import distributed, elements, foreach
 from gaff.compat.flat_shards import flat_shards
 from gaff.errors import NonFiniteError, PlanError
 from gaff.training.clipping_limits import Limits
@@ -147,5 +147,7 @@ def _unit(parameter: Tensor, owner: nn.Module | None, name: str) -> Unit:
 
 def _unit_norm(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The norm of each unit, with dimensions kept; in float64, whose squares do not overflow; of a scalar its size."""
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=True, dtype=wide) if dims else tensor.abs().double()
+    if not dims:
+        return tensor.abs().to(elements.wide_type(tensor.abs()))
+    norm: Tensor = torch.linalg.vector_norm(tensor, dim=dims, keepdim=True, dtype=elements.wide_type(tensor))
+    return norm

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gaff.address.grammar import Site, nearest
 from gaff.address.resolve import Found, find_site, iter_modules, join, need_module, resolve
-from gaff.compat import distributed, memory, modes
+from gaff.compat import distributed, elements, memory, modes
 from gaff.engine.session import Session
 from gaff.engine.streams import Stream
 from gaff.engine.taps import Tap
@@ -253,7 +253,7 @@ class SampleNorms:
         paths = {path for path, _ in self._names[name]}
         narrow = (use for index in runs for path in paths for use in self._uses.get(index, {}).get(path, {}).values())
         is_wide = total.element_size() >= 4 and not any(use.is_narrow() for use in narrow)
-        square = float(torch.linalg.vector_norm(total, dtype=torch.float64).square())
+        square = float(torch.linalg.vector_norm(total, dtype=elements.wide_type(total)).square())
         lost = square**0.5 * reach * (1e-5 if is_wide else 1e-2) + (reach * (1e-6 if is_wide else 1e-3)) ** 2
         is_out = square and total.dtype != torch.float64 and not 1e-37 * total.numel() < square < 1e37
         if is_out or not abs(missing) <= (1e-3 if is_wide else 5e-2) * square + lost:

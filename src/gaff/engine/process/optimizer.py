@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gaff.compat import distributed, foreach
+from gaff.compat import distributed, elements, foreach
 from gaff.compat.compiler import uncompiled
 from gaff.compat.modes import frames_from
 from gaff.engine.gradients.sharded import ShardedGradient
@@ -224,7 +224,7 @@ class StepGuard:
         scale = getattr(self._optimizer, "grad_scale", None)
         if scale is not None:
             gradients = [one.grad for one in self.parameters() if one.grad is not None]
-            foreach.scale_all(gradients, scale.double().reciprocal().float())
+            foreach.scale_all(gradients, scale.to(elements.wide_type(scale)).reciprocal().float())
             self._optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def _tell(self, skip: Tensor) -> None:

@@ -36,7 +36,7 @@ def observe_(x: Tensor, row: Tensor, histogram: bool) -> None:
     elements = x.numel()
     if not elements:
         return
-    programs = min(_tiles(elements), _MOST)
+    programs = min(-(-elements // TILE), _MOST)
     stride = stride_of(elements) if histogram else 0
     with _on(x.device):
         parts = row if programs == 1 else torch.empty(programs, _PART, dtype=torch.float64, device=x.device)
@@ -60,7 +60,7 @@ def observe_many_(tensors: Sequence[Tensor], rows: Tensor, histogram: bool) -> N
     with _on(rows.device):
         for (dtype, is_aligned), known in by_kind.items():
             elements = [tensor.numel() for tensor, _ in known]
-            programs = [min(_tiles(one), _MANY) for one in elements]
+            programs = [min(-(-one // TILE), _MANY) for one in elements]
             starts = [0, *accumulate(programs)]
             plan = [
                 *(tensor.data_ptr() for tensor, _ in known),
@@ -105,8 +105,3 @@ def _to_device(numbers: list[int], device: torch.device) -> Tensor:
 def _on(device: torch.device) -> Any:
     """A context in which Triton launches there, and not on the device that is current."""
     return torch.device(device) if device.type == "cpu" else torch.get_device_module(device).device(device)
-
-
-def _tiles(elements: int) -> int:
-    """How many tiles hold so many elements."""
-    return -(-elements // TILE)

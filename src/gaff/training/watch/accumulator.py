@@ -36,7 +36,7 @@ def readable(tensor: Tensor) -> Tensor | None:
     if autograd.is_wrapper(tensor):
         return None
     is_usual = (type(tensor) is Tensor or type(tensor) is torch.nn.Parameter) and tensor.dtype in _READABLE
-    if is_usual and elements.is_plain(tensor):
+    if is_usual and not tensor.is_mps and elements.is_plain(tensor):
         return tensor.detach()
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_nested or tensor.is_quantized:
         return None
@@ -100,12 +100,12 @@ class Accumulator:
     def add_share(self, name: str, key: Key, value: Tensor, count: int) -> None:
         """Add to a share of ``key`` a sum, and how many numbers there are in it. No synchronisation."""
         known, number = self.shares.get((name, key), (0.0, 0))
-        self.shares[name, key] = known + value.double(), number + count
+        self.shares[name, key] = known + value.to(elements.wide_type(value)), number + count
 
     def add_largest(self, name: str, key: Key, value: Tensor) -> None:
         """Keep the largest of what is given under this name, where a share would be a mean. No synchronisation."""
         known = self.shares.get((name, key))
-        value = value.double()
+        value = value.to(elements.wide_type(value))
         self.shares[name, key] = value if known is None else torch.maximum(known[0], value), 1
 
     def alias(self, key: Key, known: Key) -> None:

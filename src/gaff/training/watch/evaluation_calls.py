@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gaff.compat import elements
 from gaff.compat.compiler import has_asked_to_compile
 from gaff.engine.process.functions import DROPOUTS, LOSSES, FunctionCalls, calling_module, drops
 from gaff.training.watch.models import Models
@@ -85,7 +86,8 @@ class EvaluationCalls:
             return
         if isinstance(output, Tensor) and output.numel() == 1:
             total, count = self._sums.get(name, (0.0, 0))
-            self._sums[name] = total + output.detach().double(), count + _summed(name, args, kwargs)
+            value = output.detach().to(elements.wide_type(output))
+            self._sums[name] = total + value, count + _summed(name, args, kwargs)
 
 
 def _summed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

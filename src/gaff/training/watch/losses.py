@@ -17,6 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from gaff.compat import elements
 from gaff.inspection.nonfinite.unsafe_ops import UnsafeOp, steep_ops
 from gaff.training.watch.loss_graph import facts_of_graph
 from gaff.training.watch.variable_names import caller, name_of_loss
@@ -137,7 +138,7 @@ class Losses:
         value = tensor.detach() if known is None else known[2]
         total, count = self._now.get(name, (0.0, 0))
         if value.device.type != "cpu":
-            self._now[name] = total + value.double(), count + 1
+            self._now[name] = total + value.to(elements.wide_type(value)), count + 1
             return Noted(name, False, scale, None)
         number = float(value)
         self._now[name] = total + number, count + 1

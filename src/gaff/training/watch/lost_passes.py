@@ -238,7 +238,8 @@ def _is_used(left: _Left) -> bool:
     now = _copy_of(parameter.grad)
     if now is None or now.shape != first.copy.shape or now.is_complex():
         return False
-    one, other = now.flatten().double(), first.copy.flatten().double()
+    wide = elements.wide_type(now)
+    one, other = now.flatten().to(wide), first.copy.flatten().to(wide)
     return bool(torch.dot(one, other) > _ALIKE * one.norm() * other.norm())
 
 

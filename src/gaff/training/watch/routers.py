@@ -142,7 +142,7 @@ class Routes:
         with torch.no_grad():
             if chosen.shape[-1:] == (experts,):
                 mask = chosen.reshape(-1, experts) != 0
-                counts, dropped = mask.sum(0).double(), (~mask.any(-1)).sum()
+                counts, dropped = mask.sum(0).to(elements.wide_type(mask)), (~mask.any(-1)).sum()
             else:
                 indices = chosen.reshape(-1, chosen.shape[-1] if chosen.dim() > 1 else 1)
                 is_one = (indices >= 0) & (indices < experts)
@@ -159,10 +159,10 @@ def load_of(told: tuple[Tensor, bool, int, Any]) -> Load:
 
 
 def _count(indices: Tensor, experts: int, is_one: Tensor | None = None) -> Tensor:
-    """How often each expert comes among ``indices``, as float64; without waiting for the device, as bincount would."""
-    flat = indices.reshape(-1).long()
-    weights = torch.ones_like(flat, dtype=torch.float64) if is_one is None else is_one.reshape(-1).double()
-    return torch.zeros(experts, dtype=torch.float64, device=flat.device).scatter_add_(0, flat, weights)
+    """How often each expert comes among ``indices``, as real numbers; without waiting, as bincount would."""
+    flat, wide = indices.reshape(-1).long(), elements.wide_type(indices)
+    weights = torch.ones_like(flat, dtype=wide) if is_one is None else is_one.reshape(-1).to(wide)
+    return torch.zeros(experts, dtype=wide, device=flat.device).scatter_add_(0, flat, weights)
 
 
 _Several = tuple[int, frozenset[int], list[nn.Module]]  # how many experts, their sizes, themselves if they are modules
