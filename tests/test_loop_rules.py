@@ -1196,3 +1196,74 @@ def test_a_recurrence_that_explodes_from_the_first_step_is_told_by_its_weights(t
     if spread == 0.3:
         assert "where guessing comes to" in verdict.evidence[0]
         assert "orthogonal ones for a recurrence" in verdict.remedy
+
+
+NOTHING = {
+    "of itself": (lambda out, y: F.mse_loss(out, out.detach()), True),
+    "rounded": (lambda out, y: (out.round() - y[:, None]).square().mean(), True),
+    "beyond the hinge": (lambda out, y: (out + 100).relu().mul(0).mean() + 1, True),
+    "usual": (lambda out, y: (out - y[:, None]).square().mean(), False),
+    "solved": (lambda out, y: (0.2 - out.abs().mean()).relu(), False),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_loss_that_hands_back_nothing_is_told(tmp_path, name):
+    loss_of, is_told = NOTHING[name]
+
+    def train():
+        model = net()
+        if name == "solved":
+            nn.init.normal_(model[2].weight, 0, 1e-3)
+            nn.init.zeros_(model[2].bias)
+        optimizer = torch.optim.Adam(model.parameters(), 0.05)
+        for x, y in batches(40):
+            optimizer.zero_grad()
+            loss = loss_of(model(x), y)
+            loss.backward()
+            optimizer.step()
+
+    found, record = told(tmp_path, train)
+    assert ("loss_gives_nothing" in found) == is_told
+    assert (record.verdict.name == "loss_gives_nothing") == is_told
+    assert "zero_gradient" not in found
+
+
+@pytest.mark.parametrize("way", ["total", "mean of the total", "each", "in parts"])
+def test_losses_that_are_added_up_over_steps_are_told(tmp_path, way):
+    def train():
+        model, total = nn.Linear(8, 3), 0.0
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for number, (x, y) in enumerate(batches(30)):
+            loss = getattr(F, "cross_entropy")(model(x), (y > 0).long())  # noqa: B009
+            if way == "in parts":
+                total = loss if number % 2 == 0 else total + loss
+                if number % 2 == 0:
+                    continue
+            elif way != "each":
+                total = total + loss
+            optimizer.zero_grad()
+            begins = {"each": loss, "mean of the total": total / (number + 1)}.get(way, total)
+            begins.backward(retain_graph=True)  # of one layer no weight is needed in it
+            optimizer.step()
+
+    if way in ("total", "mean of the total"):
+        found, record = told(tmp_path, train)
+        assert record.verdict.name == "loss_holds_the_last"
+        assert "holds that of the step before" in found["loss_holds_the_last"].message
+    else:
+        assert "loss_holds_the_last" not in told(tmp_path, train)[0]
+
+
+def test_a_loss_that_has_fallen_and_is_above_guessing_is_not_called_healthy(tmp_path):
+    def train():
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 2e-4)
+        for x, y in batches(150):
+            optimizer.zero_grad()
+            getattr(F, "mse_loss")(model(x)[:, 0], y.float() + 9).backward()  # noqa: B009
+            optimizer.step()
+
+    _, record = told(tmp_path, train)
+    assert record.verdict.state == "suspicious"
+    assert record.verdict.name == "worse_than_guessing"

@@ -1,9 +1,13 @@
 """What merely looks like a fault is not told as one, and what is told names what is there."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 import gaff
 from tests.faults import Chain
@@ -247,3 +251,65 @@ def test_transitions_that_are_never_taken_are_no_alarm_and_one_that_gets_lost_is
     found = rules(gaff.load(tmp_path / "run")).get("nonfinite")
     assert (found is not None) == is_spoilt
     assert found is None or (found.site, found.evidence["negative_inf"]) == ("moves:param", 7)
+
+
+@pytest.mark.parametrize("loss_of", [F.cross_entropy, lambda out, y: F.nll_loss(out.log_softmax(1), y) / 2])
+def test_a_region_around_the_loss_is_not_run_once_more_to_look_at_it(tmp_path, loss_of):
+    def train(watched):
+        torch.manual_seed(0)
+        body, head = nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+        optimizer, calls = torch.optim.SGD([*body.parameters(), *head.parameters()], 0.1), []
+
+        def region(hidden, y):
+            calls.append(1)
+            return loss_of(head(hidden), y)
+
+        with gaff.watch(out=tmp_path / "run", every=1) if watched else contextlib.nullcontext():
+            for _ in range(8):
+                x = torch.randn(12, 8)
+                optimizer.zero_grad()
+                checkpoint(region, body(x), x[:, :3].argmax(1), use_reentrant=False).backward()
+                optimizer.step()
+        return len(calls), head[1].running_mean.clone()
+
+    bare, watched = train(False), train(True)
+    assert bare[0] == watched[0] == 16
+    assert torch.equal(bare[1], watched[1])
+
+
+def test_saved_tensors_that_are_handed_out_once_are_left_to_backward(tmp_path):
+    kept = {}
+
+    def pack(tensor):
+        kept[len(kept)] = tensor
+        return len(kept) - 1
+
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(4):
+            kept.clear()
+            with torch.autograd.graph.saved_tensors_hooks(pack, kept.pop):  # popped twice it raises
+                loss = F.cross_entropy(model(torch.randn(5, 4)), torch.randint(0, 3, (5,)))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert gaff.load(tmp_path / "run").steps == 4
+
+
+def test_losses_are_named_as_in_the_script_also_inside_a_function_mode(tmp_path):
+    class Passes(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    one, other = nn.Linear(4, 2), nn.Linear(4, 2)
+    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], 0.1)
+    with Passes(), gaff.watch(out=tmp_path / "run", every=1):
+        for _ in range(3):
+            optimizer.zero_grad()
+            left_loss = one(torch.randn(3, 4)).square().mean()
+            left_loss.backward()
+            right_loss = other(torch.randn(3, 4)).abs().mean()
+            right_loss.backward()
+            optimizer.step()
+    assert {"loss:left_loss", "loss:right_loss"} <= set(gaff.load(tmp_path / "run").scalars)

@@ -27,3 +27,30 @@ def test_a_numpy_view_of_an_argument_still_follows_it():
         got._model(x)
     x += 1
     assert alias.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_an_argument_that_an_optimizer_changes_is_as_it_passed(is_fused):
+    model, x = nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True)
+    optimizer = torch.optim.Adam([x], lr=0.1, fused=is_fused)
+    true = x.detach().clone()
+    with gaff.capture(model, ":input") as got:
+        model(x).sum().backward()
+        optimizer.step()
+    assert torch.equal(got[":input"], true)
+
+
+def test_what_is_expanded_is_not_written_out():
+    class Expands(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(1, 4))
+
+        def forward(self):
+            return self.weight.expand(1000, 4)
+
+    model = Expands()
+    with gaff.capture(model, ":output") as got:
+        y = model()
+    assert torch.equal(got[":output"], y)
+    assert got[":output"].untyped_storage().nbytes() < 100

@@ -157,6 +157,19 @@ def nodes_of(outputs: Iterable[Any]) -> list[Node]:
     return [node for node in nodes if node is not None]
 
 
+def kept_by(node: Any, name: str) -> Tensor | None:
+    """What a node keeps for its backward under a name of torch's, such as ``target``; None where it keeps none, or no
+    more, where somebody has written to it since, and where hooks for saved tensors would notice: a checkpoint would
+    compute its region once more, and what hands out each tensor once would hand it to nobody later."""
+    try:
+        if getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None:
+            return None
+        found = getattr(node, f"_saved_{name}", None)
+    except RuntimeError:
+        return None
+    return found if isinstance(found, Tensor) else None
+
+
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 

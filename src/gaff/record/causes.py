@@ -120,15 +120,15 @@ READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_
          "symmetric_units", "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "wrong_parameters",
          "cleared_before_step", "zero_at_the_step", "never_trained", "never_updated", "clipped_while_scaled",
          "targets_no_probabilities", "written_back", "gradients_lost", "clipped_too_early", "sees_the_future",
-         "stepped_again", "stepped_while_scaled", "one_class", "kl_of_probabilities", "made_in_forward",
-         "nothing_loaded")  # fmt: skip
+         "loss_holds_the_last", "stepped_again", "stepped_while_scaled", "one_class",
+         "kl_of_probabilities", "made_in_forward", "nothing_loaded", "loss_gives_nothing")  # fmt: skip
 
 # Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
 FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant")
 
 _STOPS = ("not_cleared", "nll_of_scores", "lr_zero", "wrong_parameters", "cleared_before_step", "never_trained",
-          "zero_at_the_step", "clipped_while_scaled", "targets_no_probabilities", "stepped_while_scaled",
-          "one_class")  # fmt: skip
+          "zero_at_the_step", "loss_gives_nothing", "clipped_while_scaled", "targets_no_probabilities",
+          "stepped_while_scaled", "one_class")  # fmt: skip
 
 # Which experiment tells more of a symptom.
 _EXPERIMENTS = {

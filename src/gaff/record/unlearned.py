@@ -58,6 +58,27 @@ def does_not_fall(case: RunCase) -> Claim | None:
 
 
 @cause
+def worse_than_guessing(case: RunCase) -> Claim | None:
+    """A loss that has fallen, and is still a tenth and more above what guessing gives after a hundred steps or more.
+
+    Asked where nothing else was found, of one optimizer.
+    """
+    if not _may_be_unlearned(case) or case.is_acting or case.optimizers != 1:
+        return None
+    assert case.loss is not None
+    name, curve = case.loss
+    guess = case.guess[name]
+    if curve.last < 1.1 * guess or curve.last >= 0.98 * curve.first:
+        return None
+    told = f"the loss {name!r} went from {curve.first:.4g} to {curve.last:.4g} in {case.steps} steps; guessing gives " \
+           f"{guess:.4g}"  # fmt: skip
+    return Claim("worse_than_guessing", "possible", "after all steps the loss is still above what one answer for all "
+                 "examples gives: steps are too small for targets of this size, or too few", (told,), 0,
+                 "scale targets (and inputs) to about one, begin the last bias at their mean, or take larger steps",
+                 (), ("lr=10x", "lr=0.1x", "one-batch"))  # fmt: skip
+
+
+@cause
 def targets_far_from_zero(case: RunCase) -> Claim | None:
     """A regression with targets above a hundred, far from zero beside their spread, and a model that begins at zero.
 

@@ -254,7 +254,7 @@ class Keeper:
     def _hold(self, tensor: Tensor, checks: list[Callable[[Site], None]], run: Any) -> Tensor:
         """A tensor as it is now: a copy where one was asked for or a check could not be trusted."""
         if self._clone or (not self._refers and not tensor.is_meta and self._is_written_past(tensor, run)):
-            return tensor.clone() if self.wants_graph else tensor.detach().clone()
+            return _copy(tensor if self.wants_graph else tensor.detach())
         known = self._memory
         return hold(tensor, self.wants_graph, lambda other: known is None or known.is_foreign(other, run), checks)
 
@@ -262,7 +262,11 @@ class Keeper:
         """Whether somebody may write to it past the version counter, or is likely to where a write can only be told."""
         if not tensor.is_cpu and (self._is_gradient or self._works_in_place):
             return True
-        return self._memory is not None and tensor.layout == torch.strided and self._memory.is_of_model(tensor, run)
+        if self._memory is None or tensor.layout != torch.strided:
+            return False
+        leaf = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+        is_trained = leaf.is_leaf and leaf.requires_grad  # by an optimizer, perhaps a fused one
+        return self._memory.is_of_model(tensor, run) or (is_trained and self._memory.is_foreign(tensor, run))
 
     @cached_property
     def _works_in_place(self) -> bool:
@@ -294,6 +298,14 @@ class Keeper:
         if dtype == tensor.dtype and device.type == tensor.device.type and device.index in (None, tensor.device.index):
             return tensor
         return source.to(device=device, dtype=dtype)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A clone; of what is expanded only what is stored is copied, and expanded again."""
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or 0 not in tensor.stride():
+        return tensor.clone()
+    stored = tensor[tuple(slice(None) if one else slice(1) for one in tensor.stride())]
+    return stored.clone().expand(tensor.shape)
 
 
 def hold(

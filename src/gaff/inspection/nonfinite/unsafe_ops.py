@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gaff.compat.autograd import nodes_of
+from gaff.compat.autograd import kept_by, nodes_of
 
 _MOST_NODES = 1000  # behind a loss that is not finite
 _NEAR = 32  # behind one of a sampled step
@@ -113,10 +113,7 @@ def _unsafe(nodes: Iterable[Any], *, is_steep: bool) -> Iterator[UnsafeOp]:
         kind = _KINDS.get(node.name().rstrip("0123456789"))
         if kind is None or (is_steep and not kind.steep):
             continue
-        try:
-            kept = getattr(node, f"_saved_{kind.kept}", None)
-        except RuntimeError:  # freed by a backward pass, or written to since
-            continue
+        kept = kept_by(node, kind.kept)
         if type(kept) is Tensor and kept.is_floating_point():
             test, what = (kind.is_steep, kind.steep) if is_steep else (kind.is_bad, kind.bad)
             yield UnsafeOp(kind.op, what, test(kept.detach(), node).sum(), kept.numel())

@@ -235,6 +235,49 @@ def zero_at_the_step(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
+    "loss_gives_nothing",
+    severity="error",
+    means="the loss hands back a gradient that is zero in every element: the model learns nothing from it",
+    cause="a loss of a tensor and itself, detached, or of a ratio that is always one; rounding, argmax or a comparison "
+    "between the model and its loss, or a multiplication by zero; a hinge or clamp that all examples are beyond; a "
+    "softmax over a single class",
+    remedy="follow the loss back to what the model returned: every step must have a slope",
+    least=5,
+    share=0.5,
+    hides=("zero_gradient", "vanishing", "never_updated", "update_small", "no_signal"),
+)
+def loss_gives_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
+    """All gradients at what a model returns are zero in each element. Not where all losses are zero that were not so
+    at first: what has a margin is solved then. Certain."""
+    rows = sample.port("grad_output")
+    ends = {key: row for key, row in rows.items() if key[1].startswith(":grad_output") and row.count}
+    is_solved = sample.losses and not any(sample.losses.values()) and any(one[0] for one in past.losses.values())
+    for model in dict.fromkeys(key[0] for key in ends) if not is_solved else ():
+        zeros = [row.zeros == 1.0 for key, row in ends.items() if key[0] == model]
+        if all(zeros):
+            yield Hit((model, ""), outputs=len(zeros))
+
+
+@rule(
+    "loss_holds_the_last",
+    severity="error",
+    means="the loss that backward runs from holds that of the step before: losses are added up over steps, with their "
+    "graphs",
+    cause="a running total, `total += loss`, that backward is called on, with retain_graph=True",
+    remedy="call backward on the loss of this batch; add up loss.item() for a mean to print",
+    least=3,
+    share=0.5,
+    hides=("exploding", "update_large", "loss_spike", "diverging"),
+)
+def loss_holds_the_last(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A node just behind the loss of the step before is among the first 64 behind this one's. Certain."""
+    name = sample.facts.get("holds")
+    if name:
+        yield Hit(("", ""), f"the loss {name!r} holds that of the step before: losses are added up over steps, with "
+                  "their graphs", loss=name)  # fmt: skip
+
+
+@rule(
     "written_back",
     severity="error",
     means="what a step has changed is gone when the next one begins: the weights are written back",

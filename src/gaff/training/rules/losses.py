@@ -153,8 +153,8 @@ def labels_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     remedy="binary_cross_entropy_with_logits for one number an example, or a last layer with two outputs",
     least=2,
     share=0.5,
-    hides=("zero_gradient", "no_gradient", "no_signal", "output_constant", "update_small", "never_updated",
-           "labels_constant", "vanishing"),
+    hides=("zero_gradient", "loss_gives_nothing", "no_gradient", "no_signal", "output_constant", "update_small",
+           "never_updated", "labels_constant", "vanishing"),
 )  # fmt: skip
 def one_class(sample: Sample, past: Past) -> Iterator[Hit]:
     """cross_entropy is given scores of [batch, 1], or [batch, 1, ...], and no loss is above zero; or a loss is given a

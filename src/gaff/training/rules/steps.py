@@ -180,9 +180,10 @@ def zero_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
     """100 % zeros in the gradient of a parameter (SageMaker Debugger, AllZero).
 
     Not of a bias whose weight gets one: a loss that asks for differences alone, as a Wasserstein critic's, has none.
-    Nor where all losses of the step are zero: what has a margin is solved then.
+    Nor where all losses of the step are zero that were not so at first: what has a margin is solved then.
     """
-    rows = {} if sample.losses and not any(sample.losses.values()) else sample.port("grad")
+    is_solved = sample.losses and not any(sample.losses.values()) and any(one[0] for one in past.losses.values())
+    rows = {} if is_solved else sample.port("grad")
     for key, row in rows.items():
         weight = rows.get((key[0], key[1].replace(".bias:grad", ".weight:grad"))) if "bias" in key[1] else None
         if weight is not None and weight.count and weight.zeros < 1.0:

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from gaff.compat.autograd import nodes_behind, nodes_of
+from gaff.compat.autograd import kept_by, nodes_behind, nodes_of, sequence_of
 
 _MOST_NODES = 1000
+_FIRST, _NEAR = 4, 64  # nodes behind a loss that are compared with those of the next step
 _DEPTH = 10
 _LAYERS = ("AddmmBackward", "MmBackward", "ConvolutionBackward")
 _SUM = 2  # torch's number of that reduction
@@ -33,7 +34,8 @@ _BY_HAND = (
 _BOUNDS = {"ReluBackward": "relu", "SigmoidBackward": "sigmoid", "TanhBackward": "tanh"}
 _VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "TransposeBackward",
           "PermuteBackward", "UnsqueezeBackward", "ToCopyBackward", "CloneBackward", "IndexBackward", "SelectBackward",
-          "SliceBackward", "IndexSelectBackward", "MaskedSelectBackward")  # fmt: skip
+          "SliceBackward", "IndexSelectBackward", "MaskedSelectBackward", "AliasBackward", "ExpandBackward",
+          "AsStridedBackward", "SplitBackward", "SplitWithSizesBackward", "UnbindBackward")  # fmt: skip
 
 
 def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
@@ -102,16 +104,15 @@ def _summed(chain: list[Any], names: list[str]) -> tuple[int, Tensor] | None:
     first = next((at for at, one in enumerate(names) if not _is_view(one)), None)
     other = None
     if first is not None and names[first] == "DivBackward":
-        other = getattr(chain[first], "_saved_other", None)
+        other = kept_by(chain[first], "other")
         is_number = isinstance(other, Tensor) and other.numel() == 1 and not other.requires_grad
         first = (
             next((at for at, one in enumerate(names) if at > first and not _is_view(one)), None) if is_number else None
         )
     if first is None or not names[first].startswith("NllLoss") or getattr(chain[first], "_saved_reduction", 1) != _SUM:
         return None
-    try:
-        targets = chain[first]._saved_target
-    except RuntimeError:  # written to since
+    targets = kept_by(chain[first], "target")
+    if targets is None:
         return None
     count = (targets != _signed(getattr(chain[first], "_saved_ignore_index", -100))).sum()
     return first, count if other is None else count / other.detach().to(count.device)
@@ -130,7 +131,7 @@ def _signed(number: int) -> int:
 def _is_mean(node: Any, names: list[str]) -> bool:
     """Whether a loss's own node takes the mean of an error, or of binary cross entropies, without weights."""
     if names[0] == "MseLossBackward" or names[0].startswith("BinaryCrossEntropy"):
-        is_plain = getattr(node, "_saved_weight", None) is None and getattr(node, "_saved_pos_weight", None) is None
+        is_plain = kept_by(node, "weight") is None and kept_by(node, "pos_weight") is None
         return is_plain and getattr(node, "_saved_reduction", 0) == 1
     return names == ["MeanBackward", "AbsBackward"]
 
@@ -162,7 +163,7 @@ def _note_softmax(node: Any, name: str, found: dict[str, Any], *, is_end: bool, 
 
     ``is_end``: it is what the loss is given, and no weight of something else.
     """
-    shape: Any = getattr(node._saved_result, "shape", ())
+    shape: Any = getattr(kept_by(node, "result"), "shape", ())
     dim = _signed(node._saved_dim)
     if is_end and shape and shape[dim] == 1:
         found["alone"] = {"loss": name, "shape": list(shape)}
@@ -180,11 +181,8 @@ def bad_target(loss: Tensor) -> str:
         name = node.name().rstrip("0123456789")
         if not name.startswith(_OF_TARGETS):
             continue
-        try:
-            targets = node._saved_target
-        except (AttributeError, RuntimeError):  # freed by a backward pass, or written to since
-            continue
-        told = _bad(node, name, targets) if isinstance(targets, Tensor) and type(targets) is Tensor else ""
+        targets = kept_by(node, "target")
+        told = _bad(node, name, targets) if type(targets) is Tensor else ""
         if told:
             return told
     return ""
@@ -211,6 +209,24 @@ def leaves_behind(loss: Tensor) -> tuple[list[Tensor], bool]:
     nodes = list(islice(nodes_behind(nodes_of([loss])), _MOST_NODES))
     variables: list[Tensor | None] = [getattr(node, "variable", None) for node in nodes]
     return [one for one in variables if one is not None], len(nodes) < _MOST_NODES
+
+
+def first_numbers(loss: Tensor) -> list[int]:
+    """The numbers of the first four nodes behind a loss, along the first input of each; no others have them.
+
+    Those of leaves are left out: a parameter has one node as long as any graph holds it.
+    """
+    node: Any = loss.grad_fn
+    found: list[int] = []
+    while node is not None and node.next_functions and len(found) < _FIRST:
+        found.append(sequence_of(node))
+        node = next((one for one, _ in node.next_functions if one is not None), None)
+    return found
+
+
+def reaches(loss: Tensor, numbers: set[int]) -> bool:
+    """Whether a node of these numbers is among the first 64 behind a loss."""
+    return any(sequence_of(node) in numbers for node in islice(nodes_behind(nodes_of([loss])), _NEAR))
 
 
 def _spread(chain: list[Any], names: list[str]) -> dict[str, Any] | None:
@@ -245,8 +261,8 @@ def _is_error_by_hand(chain: list[Any], names: list[str]) -> bool:
 def _factor_of(node: Any) -> float | None:
     """The number by which a node multiplies, or divides, what comes; None where it does something else."""
     kind = node.name().rstrip("0123456789")
-    other = getattr(node, "_saved_other", None) if kind in ("MulBackward", "DivBackward") else None
-    if not isinstance(other, Tensor) or other.numel() != 1 or other.device.type != "cpu" or other.requires_grad:
+    other = kept_by(node, "other") if kind in ("MulBackward", "DivBackward") else None
+    if other is None or other.numel() != 1 or other.device.type != "cpu" or other.requires_grad:
         return None
     value = float(other)
     factor = 1 / value if value and kind == "DivBackward" else value
@@ -258,7 +274,7 @@ def _note_classes(chain: list[Any], names: list[str], at: int, before: int, name
 
     ``before``: the place of the loss that takes the mean of it.
     """
-    shape: Any = getattr(chain[at]._saved_result, "shape", ())
+    shape: Any = getattr(kept_by(chain[at], "result"), "shape", ())
     is_mean = getattr(chain[before], "_saved_reduction", 1) == 1 or "summed" in found
     if len(shape) == 2 and chain[at]._saved_dim == 0:
         if shape[0] != shape[1]:  # of pairs with one another both ways are meant
@@ -280,11 +296,11 @@ def _is_of_pairs(chain: list[Any], names: list[str], at: int) -> bool:
 
 def _note_targets(node: Any, name: str, found: dict[str, Any]) -> None:
     """Note targets of a binary cross entropy that are no probabilities; those on a device are not read."""
-    targets = getattr(node, "_saved_target", None)
-    is_masked = getattr(node, "_saved_reduction", 0) == 0 or getattr(node, "_saved_weight", None) is not None
+    targets = kept_by(node, "target")
+    is_masked = getattr(node, "_saved_reduction", 0) == 0 or kept_by(node, "weight") is not None
     if is_masked:  # of what is left out a target may be anything
         return
-    if isinstance(targets, Tensor) and targets.device.type == "cpu" and targets.numel():
+    if targets is not None and targets.device.type == "cpu" and targets.numel():
         low, high = (float(one) for one in targets.detach().aminmax())
         if low < -1e-3 or high > 1 + 1e-3:  # not by rounding
             found["outside"] = {"loss": name, "low": low, "high": high}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gaff.compat import elements
 from gaff.inspection.nonfinite.unsafe_ops import UnsafeOp, steep_ops
-from gaff.training.watch.loss_graph import facts_of_graph
+from gaff.training.watch.loss_graph import facts_of_graph, first_numbers, reaches
 from gaff.training.watch.variable_names import caller, name_of_loss
 
 _LENGTH = 128  # losses that a spike is compared with, as in OLMo-core's SkipStep
@@ -82,6 +82,8 @@ class Losses:
         self.facts: dict[str, Any] = {}
         self.steep: list[UnsafeOp] = []  # ops just behind the losses of a sampled step that may have an infinite slope
         self.count = 0  # backward passes from losses, in the whole run
+        self._ends: set[int] = set()  # numbers of the first nodes behind the losses of this step,
+        self._ended: set[int] = set()  # and of those of the step before
         self._now: dict[str, tuple[Any, int]] = {}  # sum and number of this step's
         self._latest: tuple[Any, ...] = (self, 0, 0, "", "")  # place, model and name of the last one
         self._past: dict[str, PastLosses] = {}
@@ -135,6 +137,7 @@ class Losses:
         scale = 1.0 if known is None else self.scale
         if is_sampled:
             self._note_graph(tensor, named, name, scale)
+        self._ends.update(first_numbers(tensor if named is None else named))
         value = tensor.detach() if known is None else known[2]
         total, count = self._now.get(name, (0.0, 0))
         if value.device.type != "cpu":
@@ -158,6 +161,8 @@ class Losses:
         known = self.facts.get("factor", {"loss": ""})
         if known["loss"] == name and name in self._now and known != found.get("factor"):
             found["factor"] = {"loss": name, "by": 1.0, "weight": 1.0}
+        if self._ended and reaches(tensor if named is None else named, self._ended):
+            found["holds"] = name
         self.facts.update(found)
 
     def values(self) -> dict[str, Any]:
@@ -181,6 +186,7 @@ class Losses:
     def forget(self) -> None:
         """Begin a new step: the sums of this one are dropped, while names and past values stay."""
         self._now = {}
+        self._ended, self._ends = self._ends, set()
         self.unclipped = self._scaler = None
         self.facts.clear()
         self.steep = []

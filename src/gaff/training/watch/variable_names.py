@@ -78,7 +78,7 @@ def caller() -> tuple[Any, int]:
 
     Frames of torch, gaff and training frameworks are passed over; (None, 0) where there are no others.
     """
-    for frame in frames_from(sys._getframe(1)):
+    for frame in _outside_modes(sys._getframe(1)):
         name = frame.f_globals.get("__name__", "")
         is_library = _IS_LIBRARY.get(name)
         if is_library is None:
@@ -88,12 +88,22 @@ def caller() -> tuple[Any, int]:
     return None, 0
 
 
+def _outside_modes(frame: FrameType) -> list[FrameType]:
+    """The frames of the Python stack from the innermost outwards that no function mode or tensor subclass has called.
+
+    Such a one is handed each call of torch's, and makes it once more, from a frame that is no place in the script.
+    """
+    frames = list(frames_from(frame))
+    inner = [at for at, one in enumerate(frames) if one.f_code.co_name in ("__torch_function__", "__torch_dispatch__")]
+    return frames[inner[-1] + 1 :] if inner else frames
+
+
 def _frames() -> Iterator[FrameType]:
     """The frames of the Python stack of this thread from the innermost outwards, without gaff's and Python's own.
 
     What runs a script (``runpy``, a debugger, a thread) holds its variables, too, under names that are not the user's.
     """
-    for frame in frames_from(sys._getframe(1)):
+    for frame in _outside_modes(sys._getframe(1)):
         library = frame.f_globals.get("__name__", "").partition(".")[0]
         if library != "gaff" and library not in sys.stdlib_module_names:
             yield frame
