@@ -346,8 +346,9 @@ def hold(
 def _version_check(tensor: Tensor, version: int) -> Callable[[Site], None]:
     """A check that raises ExactnessError when ``tensor``, an alias of what passed, was written to after ``version``."""
     whose = "belongs to a parameter, buffer or argument"
-    if not tensor.is_cpu:
-        whose = f"on {tensor.device} values are kept by reference"
+    if not tensor.is_cpu or type(tensor) not in (Tensor, Parameter):
+        what = f"a {type(tensor).__name__} is" if tensor.is_cpu else f"on {tensor.device} values are"
+        whose = f"{what} kept by reference"
 
     def check(site: Site) -> None:
         if memory.is_freed(tensor):
