@@ -10,7 +10,7 @@ RANKS := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2
 # run again by the slow tests: with every model compiled, and with every model spread over two processes
 SUITES := tests/traps tests/test_capture.py tests/test_edits.py tests/test_edit_sessions.py tests/test_no_effect.py
 
-.PHONY: demo more test slow survey fuzz count diagnose foreign vision partners compare bench-peers wheel page page-check shots gallery check house bench docs format notebooks clean
+.PHONY: demo more test slow gpu survey fuzz count diagnose foreign vision partners compare bench-peers wheel page page-check shots gallery check house bench docs format notebooks clean
 
 demo: $(VENV)/.ready  ## the main job on real input: look at what it prints
 	rm -rf demo-out/broken demo-out/healthy
@@ -45,6 +45,11 @@ slow: $(VENV)/.ready $(if $(shell command -v npm),page/node_modules/.package-loc
 	$(RUN) -m pytest $(SUITES) -m "not slow" $(TWO) --inside inductor -W ignore
 	OMP_NUM_THREADS=1 $(RANKS) -m pytest $(SUITES) -m "not slow" -p no:xdist -p no:cacheprovider --inside ddp -W ignore
 	OMP_NUM_THREADS=1 $(RANKS) -m pytest $(SUITES) -m "not slow" -p no:xdist -p no:cacheprovider --inside fsdp2 -W ignore
+
+gpu: $(VENV)/.ready  ## on a machine with a GPU, and a torch for it: its own tests, the suites there, and what things cost
+	$(RUN) -m pytest tests/test_gpu.py
+	$(RUN) -m pytest $(SUITES) -m "not slow" $(TWO) --inside cuda -W ignore
+	$(RUN) -m benchmarks.gpu
 
 survey: $(VENV)/.ready  ## the weights of fused attention, over all architectures of transformers that have both kinds
 	SURVEY=1 $(RUN) -m pytest tests/slow/test_attention_of_transformers.py $(TWO)
