@@ -144,6 +144,7 @@ SHARDED = {
     "test_steps_are_those_of_the_models_own_optimizer": PARTS,
     "test_when_limits_an_edit_to_runs_calls_and_steps": PARTS,
     "test_scaled_gradients_are_shown_as_they_are": PARTS,
+    "test_what_a_module_returns_of_its_weight_after_a_step": PARTS,
     "test_weights_of_every_step": "what FSDP2 gathers is copied at once, by reference too",
     "test_an_address_that_names_nothing_raises": NAMES,
     "test_bad_input_is_refused_before_anything_is_installed": NAMES,
