@@ -129,6 +129,7 @@ def test_both_kernels_count_the_same(dtype):
         torch.randn(3_000_000, device="cuda").to(dtype) * 1e3 + 7,
         torch.randn(1001, device="cuda").to(dtype)[1:],
     ]
+    several.append(torch.view_as_complex(torch.randn(50, 2, device="cuda") + 3).conj().imag.to(dtype))
     rows, again, known = (torch.tensor(EMPTY, dtype=torch.float64).repeat(len(several), 1).cuda() for _ in range(3))
     fused.observe_many_(several, rows, True)
     fused.observe_many_(several, again, True)

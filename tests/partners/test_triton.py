@@ -16,6 +16,7 @@ from gaff.training.statistics import fused, plain
 
 dtype = getattr(torch, sys.argv[1])
 several = [one.to(dtype) for one in tensors().values()] + [torch.randn(1001).to(dtype)[1:]]
+several.append(torch.view_as_complex(torch.randn(50, 2) + 3).conj().imag.to(dtype))  # negated by a flag
 known = torch.stack([new_row() for _ in several])
 plain.observe_many_(several, known, True)
 together, alone = known.clone(), known.clone()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from gaff.record.sample import Key, Parameter, Sample, path_of
 from gaff.record.statistics import Numbers
 from gaff.training.rules.registry import Hit, Past, rule
-from gaff.training.rules.steps import has_fallen, stepped
+from gaff.training.rules.steps import has_fallen, is_solved, stepped
 
 _KEPT = 0.05  # of a change that is still there
 
@@ -251,8 +251,7 @@ def loss_gives_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
     at first: what has a margin is solved then. Certain."""
     rows = sample.port("grad_output")
     ends = {key: row for key, row in rows.items() if key[1].startswith(":grad_output") and row.count}
-    is_solved = sample.losses and not any(sample.losses.values()) and any(one[0] for one in past.losses.values())
-    for model in dict.fromkeys(key[0] for key in ends) if not is_solved else ():
+    for model in dict.fromkeys(key[0] for key in ends) if not is_solved(sample, past) else ():
         zeros = [row.zeros == 1.0 for key, row in ends.items() if key[0] == model]
         if all(zeros):
             yield Hit((model, ""), outputs=len(zeros))

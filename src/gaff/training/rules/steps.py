@@ -182,8 +182,7 @@ def zero_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
     Not of a bias whose weight gets one: a loss that asks for differences alone, as a Wasserstein critic's, has none.
     Nor where all losses of the step are zero that were not so at first: what has a margin is solved then.
     """
-    is_solved = sample.losses and not any(sample.losses.values()) and any(one[0] for one in past.losses.values())
-    rows = {} if is_solved else sample.port("grad")
+    rows = {} if is_solved(sample, past) else sample.port("grad")
     for key, row in rows.items():
         weight = rows.get((key[0], key[1].replace(".bias:grad", ".weight:grad"))) if "bias" in key[1] else None
         if weight is not None and weight.count and weight.zeros < 1.0:
@@ -403,6 +402,12 @@ def scaler_stuck(sample: Sample, past: Past) -> Iterator[Hit]:
     skipped = sample.facts.get("skipped", 0)
     if (scale is not None and scale < 1) or (skipped > 16 and skipped > 0.05 * (skipped + sample.step)):
         yield Hit(("", ""), scale=scale, skipped=skipped, steps=sample.step)
+
+
+def is_solved(sample: Sample, past: Past) -> bool:
+    """Whether all losses of the step are zero, and one was not at the first looks: nothing is left to be learned."""
+    is_zero = bool(sample.losses) and not any(sample.losses.values())
+    return is_zero and any(one[0] for one in past.losses.values())
 
 
 def stepped(sample: Sample) -> dict[str, list[tuple[Key, Parameter]]]:

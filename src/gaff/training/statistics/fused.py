@@ -91,8 +91,8 @@ def observe_units_(x: Tensor, units: Tensor, inner: int) -> None:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """All elements in one line of memory, as they lie there; a copy of what is not dense."""
-    x = x.detach()
+    """All elements in one line of memory, as they lie there; a copy of what is not dense, or negated by a flag only."""
+    x = x.detach().resolve_neg()
     return x if x.is_contiguous() else in_memory_order(x).contiguous()
 
 
