@@ -121,7 +121,8 @@ READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_
          "cleared_before_step", "zero_at_the_step", "never_trained", "never_updated", "clipped_while_scaled",
          "targets_no_probabilities", "written_back", "gradients_lost", "clipped_too_early", "sees_the_future",
          "loss_holds_the_last", "stepped_again", "stepped_while_scaled", "one_class",
-         "kl_of_probabilities", "made_in_forward", "nothing_loaded", "loss_gives_nothing")  # fmt: skip
+         "kl_of_probabilities", "made_in_forward", "nothing_loaded", "loss_gives_nothing", "examples_alike",
+         "mask_inverted")  # fmt: skip
 
 # Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
 FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant")
@@ -206,6 +207,19 @@ def trained_by_nobody(case: RunCase) -> Claim | None:
     return Claim(finding.rule, "certain" if is_alone else "likely", told_of(finding), (evidence_of(finding), *seen),
                  finding.since, finding.remedy,
                  tuple(one.rule for one in case.findings if one is not finding))  # fmt: skip
+
+
+@cause
+def laid_out_wrongly(case: RunCase) -> Claim | None:
+    """A layer that runs along the batch, or attention that sums along another dimension than it normalises.
+
+    Likely: either may be meant, as where examples attend to one another.
+    """
+    finding = case.found("batch_as_time", "attention_axis")
+    if finding is None:
+        return None
+    return Claim(finding.rule, "likely", told_of(finding), (evidence_of(finding),), finding.since, finding.remedy,
+                 ("output_constant", "attention_collapse", "nothing_learned", "update_small"))  # fmt: skip
 
 
 @cause

@@ -9,6 +9,8 @@ from gaff.record.finding import evidence_of
 from gaff.record.run_case import RunCase
 
 _EARLY = 50  # steps in which what targets do is seen
+_BESIDE = ("padding_attended", "padding_in_loss")  # with which a loss falls all the same
+_HARMLESS = ("sparse_gradient", *_BESIDE)
 _FAR = 100.0  # a target of a regression in units of its own; chosen: a fresh layer returns numbers of about one
 
 
@@ -163,7 +165,7 @@ def learned_by_heart(case: RunCase) -> Claim | None:
 
     What it learns then holds for the training examples alone. Asked where nothing else was found in a hundred steps.
     """
-    if case.loss is None or case.steps < 100 or case.findings:
+    if case.loss is None or case.steps < 100 or any(one.rule not in _BESIDE for one in case.findings):
         return None
     name, curve = case.loss
     guess = case.guess.get(name, math.nan) / case.factors.get(name, 1.0)
@@ -187,7 +189,7 @@ def _may_be_unlearned(case: RunCase) -> bool:
     Where a further loss has fallen, as of a model that is trained after the first, there is something to be learned; so
     is there where copies of one model, each trained for a few steps, begin lower and lower.
     """
-    if case.loss is None or case.steps < 100 or any(one.rule != "sparse_gradient" for one in case.findings):
+    if case.loss is None or case.steps < 100 or any(one.rule not in _HARMLESS for one in case.findings):
         return False
     others = [(name, curve) for name, curve in case.losses.items() if name != case.loss[0] and curve.values]
     has_other = any(curve.last < 0.9 * min(curve.start, case.guess.get(name, math.inf)) for name, curve in others)

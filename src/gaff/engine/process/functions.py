@@ -25,6 +25,7 @@ LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", 
 ATTENTION = "scaled_dot_product_attention"
 _ON_BY_DEFAULT = ("dropout", "dropout1d", "dropout2d", "dropout3d", ATTENTION)  # where nothing says otherwise
 _ARGUMENTS = {ATTENTION: ("query", "key", "value", "attn_mask", "dropout_p")}
+_OF_LOSSES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 DROPOUTS = (*_ON_BY_DEFAULT, "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -99,14 +100,17 @@ def _placed(name: str) -> tuple[Any, Any, list[FunctionCalls]]:
     return _PLACED[name]
 
 
-def loss_calls(told: Callable[[str, Any, Tensor], Tensor]) -> FunctionCalls:
-    """Calls of torch's loss functions: ``told(name, input, target)`` returns what is to be given as the target."""
+def loss_calls(told: Callable[[str, Any, Tensor, dict[str, Any]], Tensor]) -> FunctionCalls:
+    """Calls of torch's loss functions: ``told(name, input, target, known)`` returns what is to be given as the target.
+
+    ``known``: the arguments of the call by name, as far as the names are those of a loss over classes.
+    """
 
     def given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = {**dict(zip(("input", "target"), args, strict=False)), **kwargs}
+        known = {**dict(zip(_OF_LOSSES, args, strict=False)), **kwargs}
         if not isinstance(known.get("target"), Tensor):
             return None
-        target = told(name, known.get("input"), known["target"])
+        target = told(name, known.get("input"), known["target"], known)
         return ((args[0], target, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "target": target})
 
     return FunctionCalls(LOSSES, given)

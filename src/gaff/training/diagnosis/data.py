@@ -79,7 +79,7 @@ class OneBatch(Change):
         """Count loss functions anew in each step."""
         self._count.clear()
 
-    def _target(self, name: str, output: Any, target: Tensor) -> Tensor:
+    def _target(self, name: str, output: Any, target: Tensor, known: dict[str, Any]) -> Tensor:
         """The target that this call of the step was given in the first one."""
         if self._batches or not torch.is_grad_enabled() or target.requires_grad:
             return target

@@ -20,11 +20,13 @@ from torch import Tensor
 from gaff.compat import elements
 from gaff.inspection.nonfinite.unsafe_ops import UnsafeOp, steep_ops
 from gaff.training.watch.loss_graph import facts_of_graph, first_numbers, reaches
+from gaff.training.watch.mixing_axis import wrong_axis
 from gaff.training.watch.variable_names import caller, name_of_loss
 
 _LENGTH = 128  # losses that a spike is compared with, as in OLMo-core's SkipStep
 _LEAST = 32
 _DEVIATIONS = 6.0
+_EARLY = 32  # backward passes in which attention by hand is looked for: how it is written stays
 _HIGH = 3.0  # deviations above which a loss has left what it was lately
 
 
@@ -161,6 +163,9 @@ class Losses:
         known = self.facts.get("factor", {"loss": ""})
         if known["loss"] == name and name in self._now and known != found.get("factor"):
             found["factor"] = {"loss": name, "by": 1.0, "weight": 1.0}
+        if self.count <= _EARLY:
+            mixed = wrong_axis(tensor)
+            found |= {"mixing": mixed} if mixed else {}
         if self._ended and reaches(tensor if named is None else named, self._ended):
             found["holds"] = name
         self.facts.update(found)

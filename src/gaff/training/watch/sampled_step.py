@@ -30,6 +30,7 @@ from gaff.training.watch.routers import Routes
 from gaff.training.watch.shield import Shield
 
 _MOST_INPUTS = 8
+_OVER_SEQUENCES = (nn.RNNBase, nn.MultiheadAttention)
 
 
 class LatestTensor:
@@ -179,6 +180,9 @@ class SampledStep:
         elif entry is not None and self.is_open:
             if entry.kind == "dropout" and module.training:
                 self.facts.setdefault("dropouts", {})[entry.model, entry.path] = float(getattr(module, "p", 0.0))
+            if isinstance(module, _OVER_SEQUENCES) and args and isinstance(args[0], Tensor) and args[0].dim() == 3:
+                told = {"batch_first": module.batch_first, "shape": tuple(args[0].shape)}
+                self.facts.setdefault("sequences", {}).setdefault((entry.model, entry.path), told)
             if autograd.backward_task() != -1:
                 self._recomputed(entry, output)
             else:

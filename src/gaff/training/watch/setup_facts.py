@@ -14,10 +14,12 @@ from gaff.compat import elements
 from gaff.compat.compiler import has_asked_to_compile
 from gaff.engine.process.functions import ATTENTION, FunctionCalls, loss_calls
 from gaff.training.watch import step_facts
+from gaff.training.watch.batch_layout import BatchLayout
 from gaff.training.watch.models import Models
 from gaff.training.watch.shield import Shield
 from gaff.training.watch.token_facts import TokenFacts
 
+_OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _MOST_TARGETS = 8  # calls of loss functions in a step
 
 
@@ -36,6 +38,7 @@ class SetupFacts:
         self._calls = loss_calls(self._loss_called), heard
         self._targets: list[dict[str, Any]] = []
         self._tokens = TokenFacts()
+        self._layout = BatchLayout()
         self._latest = self._fingerprint = ""  # of the first batch of the look before, and of this one
         self._begun = 0
         self._batches = 0  # of the largest DataLoader so far
@@ -46,7 +49,7 @@ class SetupFacts:
         for calls in self._calls:
             calls.switch(is_on=is_on and not has_asked_to_compile())
         if is_on:
-            self._targets, self._tokens = [], TokenFacts()
+            self._targets, self._tokens, self._layout = [], TokenFacts(), BatchLayout()
             self._latest, self._fingerprint = self._fingerprint or self._latest, ""
 
     def batch_given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -59,6 +62,7 @@ class SetupFacts:
                 del self._unmatched[known]
         self._fingerprint = self._fingerprint or step_facts.fingerprint(args, kwargs)
         self._tokens.given(module, args, kwargs)
+        self._layout.given(args, kwargs)
 
     def returned(self, module: nn.Module, output: Any) -> None:
         """A module has returned, in a step that is looked at."""
@@ -93,7 +97,8 @@ class SetupFacts:
 
     def take(self) -> dict[str, Any]:
         """The facts of the step that was looked at; tensors in them may be on a device."""
-        facts: dict[str, Any] = {"targets": tuple(self._targets), **self._tokens.take()}
+        facts: dict[str, Any] = {"targets": tuple(self._targets), **self._tokens.take(),
+                                 **self._layout.take()}  # fmt: skip
         entries = self._models.entries
         unmatched = [(entries.get(unwrap(module)), told) for module, told in self._unmatched.items()]
         facts["unmatched"] = [{**told, "model": one.model, "path": one.path} for one, told in unmatched if one]
@@ -104,21 +109,26 @@ class SetupFacts:
             facts["batches"] = {"count": self._batches, "begun": self._begun}
         return facts
 
-    def _loss_called(self, name: str, output: Any, target: Tensor) -> Tensor:
-        self._note_target(name, output, target)
+    def _loss_called(self, name: str, output: Any, target: Tensor, known: dict[str, Any]) -> Tensor:
+        self._note_target(name, output, target, known)
         return target
 
-    def _target(self, name: str, output: Any, target: Tensor) -> None:
+    def _target(self, name: str, output: Any, target: Tensor, known: dict[str, Any]) -> None:
         is_plain = type(target) is Tensor and elements.is_plain(target) and elements.is_readable(target)
         is_wanted = torch.is_grad_enabled() and not target.requires_grad and len(self._targets) < _MOST_TARGETS
         if is_plain and is_wanted:
             self._targets.append(step_facts.target_of(name, output, target))
             if name in step_facts.OVER_CLASSES:
                 self._tokens.target(target)
+                self._layout.target(target, known)
 
     def _attention_called(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            self._tokens.attended(args, kwargs)
+            known = {**dict(zip(_OF_ATTENTION, args, strict=False)), **kwargs}
+            query, key, mask = (known.get(one) for one in ("query", "key", "attn_mask"))
+            is_causal = bool(known.get("is_causal", False))
+            self._tokens.attended(query, key, mask, is_causal=is_causal)
+            self._layout.attended(query, key, mask, is_causal=is_causal)
         self._attended(name, args, kwargs, output)
 
 

@@ -69,8 +69,15 @@ def target_of(name: str, output: Any, target: Tensor) -> dict[str, Any]:
     plain = target.detach()
     low, high = plain.aminmax() if plain.numel() and not plain.is_complex() else (0.0, 1.0)
     shape = tuple(getattr(output, "shape", ()))
-    told: dict[str, Any] = {"function": name, "output": shape, "shape": tuple(target.shape), "count": plain.numel(),
-                            "low": low, "high": high}  # fmt: skip
+    told: dict[str, Any] = {
+        "function": name,
+        "output": shape,
+        "shape": tuple(target.shape),
+        "count": plain.numel(),
+        "low": low,
+        "high": high,
+        "alike": not plain.dim() or (plain == plain[:1]).all(),
+    }
     if name == "kl_div" and isinstance(output, Tensor) and output.numel() and elements.is_plain(output):
         told["highest"] = output.detach().max()
         told["is_normal"] = plain.is_floating_point() and plain.dim() > 0 and _are_probabilities(plain)

@@ -20,7 +20,6 @@ _MOST = 256  # sequences that are compared
 _ALLOWED = -30.0  # above which an additive mask lets a position be seen: e**-30 is nothing
 _FAR = 0.05  # of the largest output: what no rounding explains, in half precision neither (chosen)
 _NEAR = 0.01  # of the largest output: what rounding may explain, in half precision (chosen)
-_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class TokenFacts:
@@ -95,22 +94,20 @@ class TokenFacts:
                 told = target.reshape(rows, length - 1)
                 self._targets = {"same": _share(told, tokens[:, :-1]), "next": _share(told, tokens[:, 1:])}
 
-    def attended(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def attended(self, query: Any, key: Any, mask: Any, *, is_causal: bool) -> None:
         """torch's attention was called: of one over sequences as long as those of tokens note what a position sees."""
-        known = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-        query, key = known.get("query"), known.get("key")
         if self._tokens is None or not isinstance(query, Tensor) or not isinstance(key, Tensor):
             return
         queries, keys = query.shape[-2], key.shape[-2]
         if queries == keys >= _LEAST:
-            sees = _sees_next(known.get("attn_mask"), queries, is_causal=bool(known.get("is_causal", False)))
+            sees = _sees_next(mask, queries, is_causal=is_causal)
             self._sees[queries] = sees & self._sees.get(queries, True)
 
     def take(self) -> dict[str, Any]:
         """The facts of the step; empty where no target was compared."""
         if not self._targets:
             return {}
-        told = {"next_row": 0.0, **self._targets}
+        told = {"next_row": 0.0, **self._targets, "shape": [] if self._tokens is None else list(self._tokens.shape)}
         for along, end in ((1, ""), (0, "_row")):
             told["sees" + end] = self._sees_along(along)
             found = self._compared.get(along, {})

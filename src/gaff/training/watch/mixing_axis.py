@@ -1,0 +1,122 @@
+"""Attention by hand whose softmax runs along another dimension than the one over which its result is summed.
+
+Read from the autograd graph: a matrix product that takes what a softmax has made of scores, which are a product of two
+others, queries and keys.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from gaff.compat.autograd import nodes_behind, nodes_of
+
+_MOST_NODES = 2000  # behind a loss
+_DEPTH = 10  # nodes between a product and the softmax, and between that and its scores
+_PRODUCTS = {"BmmBackward": ("self", "mat2"), "MmBackward": ("self", "mat2")}
+_RESHAPED = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "UnsqueezeBackward")
+_ALIKE = ("ExpandBackward", "CloneBackward", "ToCopyBackward", "NativeDropoutBackward", "MulBackward", "AliasBackward")
+_OF_SCORES = (*_RESHAPED, *_ALIKE, "DivBackward", "AddBackward", "SubBackward", "MaskedFillBackward", "WhereBackward",
+              "PermuteBackward", "TransposeBackward")  # fmt: skip
+
+
+def wrong_axis(loss: Tensor) -> dict[str, Any] | None:
+    """The first attention behind a loss whose weights do not add up to one over what they are summed over.
+
+    ``shape``: of what the softmax returned; ``dim``: along which it ran; ``over``: the one that is summed over. None
+    where there is none among the first 2,000 nodes.
+    """
+    for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES):
+        if _name(node) in _PRODUCTS:
+            for operand, axis in ((0, -1), (1, -2)):
+                found = _softmax_behind(node, operand, axis)
+                if found is not None:
+                    return found
+    return None
+
+
+def _softmax_behind(product: Any, operand: int, axis: int) -> dict[str, Any] | None:
+    """What is told of the softmax that an operand of a product comes from, if it runs along another dimension."""
+    node = product.next_functions[operand][0]
+    for _ in range(_DEPTH):
+        if node is None:
+            return None
+        shape = _shape(node)
+        name = _name(node)
+        axis %= len(shape) or 1
+        if name == "SoftmaxBackward":
+            dim = node._saved_dim
+            dim = (dim - (1 << 64) if dim >> 63 else dim) % len(shape)
+            is_wrong = dim != axis and shape[dim] > 1 and shape[axis] > 1 and _is_of_scores(node)
+            return {"shape": list(shape), "dim": dim, "over": axis} if is_wrong else None
+        inner = _inner(node)
+        if inner is None:
+            return None
+        moved = _moved(node, name, axis, shape, _shape(inner))
+        if moved is None:
+            return None
+        node, axis = inner, moved
+    return None
+
+
+def _moved(node: Any, name: str, axis: int, shape: tuple[int, ...], given: tuple[int, ...]) -> int | None:
+    """Where a dimension of what a node has made is in what it was given; None where that is not known."""
+    if name == "PermuteBackward":
+        return int(_signed(node._saved_dims[axis])) % len(given)
+    if name == "TransposeBackward":
+        swapped = [int(_signed(one)) % len(shape) for one in (node._saved_dim0, node._saved_dim1)]
+        return swapped[1 - swapped.index(axis)] if axis in swapped else axis
+    if name in _ALIKE:
+        return axis - len(shape) + len(given) if given[axis - len(shape) :][:1] == shape[axis:][:1] else None
+    if name in _RESHAPED:
+        before = math.prod(shape[:axis])
+        places = [at for at, size in enumerate(given) if size == shape[axis] and math.prod(given[:at]) == before]
+        return places[0] if len(places) == 1 else None
+    return None
+
+
+def _is_of_scores(softmax: Any) -> bool:
+    """Whether a softmax is of a product of two things that were computed, as of queries and keys; not of a layer."""
+    node = _inner(softmax)
+    for _ in range(_DEPTH):
+        if node is None:
+            return False
+        if _name(node) in _PRODUCTS:
+            operands = [one for one, _ in node.next_functions]
+            return len(operands) == 2 and all(one is not None and not _is_weight(one) for one in operands)
+        if _name(node) not in _OF_SCORES:
+            return False
+        node = _inner(node)
+    return False
+
+
+def _is_weight(node: Any) -> bool:
+    """Whether a node hands out a parameter, turned around or in another shape perhaps."""
+    for _ in range(_DEPTH):
+        if node is None or hasattr(node, "variable"):
+            return node is not None
+        if _name(node) not in (*_RESHAPED, *_ALIKE, "TBackward", "TransposeBackward", "PermuteBackward"):
+            return False
+        node = _inner(node)
+    return False
+
+
+def _inner(node: Any) -> Any:
+    """The one node whose gradient a node computes; None where there are several, or none."""
+    found = [one for one, _ in node.next_functions if one is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def _name(node: Any) -> str:
+    return str(node.name()).rstrip("0123456789")
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(int(one) for one in node._input_metadata[0].shape)
+
+
+def _signed(number: int) -> int:
+    return number - ((number >> 63) << 64)
