@@ -5,6 +5,7 @@ import math
 import pickle
 import warnings
 from collections import OrderedDict
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -780,3 +781,103 @@ def test_switches_take_a_module_and_a_predicate():
             changed.off(nn.Linear(3, 3))
         with pytest.raises(PlanError, match="names no site"):
             changed.off(["0"])
+
+
+class Around(nn.Module):
+    """``t(h) + h`` of a linear layer's output: a share of the gradient there is not its total."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.t = nn.Linear(4, 4), nn.Tanh()
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.t(h) + h
+
+
+def opened(first, second):
+    stack = ExitStack()
+    stack.enter_context(first)
+    stack.enter_context(second)
+    return stack
+
+
+@pytest.mark.parametrize("is_edit_first", [True, False])
+@pytest.mark.parametrize("port", ["grad_input", "input"])
+def test_the_total_at_an_input_is_that_of_what_was_passed_in_whoever_came_first(port, is_edit_first):
+    model, x = Around(), torch.randn(3, 4)
+    edit = gaff.edit(model, {f"t:{port}": lambda value: value * 3})
+    got = gaff.capture(model, "t:input_grad")
+    with opened(*((edit, got) if is_edit_first else (got, edit))):
+        model(x).sum().backward()
+    torch.testing.assert_close(got["t:input_grad"].sum(0), model.a.bias.grad)
+    model.zero_grad()
+    edit = gaff.edit(model, {f"t:{port}": lambda value: value * 3})
+    zero = gaff.edit(model, {"t:input_grad": gaff.edits.zero()})
+    with opened(*((edit, zero) if is_edit_first else (zero, edit))):
+        model(x).sum().backward()
+    assert not model.a.bias.grad.any()
+
+
+@pytest.mark.parametrize("is_op", [False, True])
+@pytest.mark.parametrize("port", ["grad_output", "grad_input", "input_grad", "outer_grad"])
+def test_sessions_and_patterns_act_in_their_order_on_gradients(port, is_op):
+    if is_op and port == "outer_grad":
+        pytest.skip("an op has none")
+    model, x = Around(), torch.randn(3, 4)
+    site = f"t/tanh:{port}" if is_op else f"t:{port}"
+    pattern = f"?/tanh:{port}" if is_op else f"**<Tanh>:{port}"
+    called = []
+
+    def named(name):
+        return lambda value: (called.append(name), value + 1 if name == "first" else value * 2)[1]
+
+    with gaff.edit(model, {site: named("first")}), gaff.edit(model, {site: named("second")}):
+        model(x).sum().backward()
+    with gaff.edit(model, {pattern: named("first"), site: named("second")}):
+        model(x).sum().backward()
+    assert called == ["first", "second"] * 2
+
+
+@pytest.mark.parametrize("is_edit_first", [True, False])
+@pytest.mark.parametrize("port", ["grad_input", "outer_grad"])
+def test_a_capture_of_a_part_tells_what_came_before_its_edit(port, is_edit_first):
+    model, x = Around(), torch.randn(3, 4)
+    with gaff.capture(model, f"t:{port}") as bare:
+        model(x).sum().backward()
+    edit, got = gaff.edit(model, {f"t:{port}": gaff.edits.scale(3.0)}), gaff.capture(model, f"t:{port}")
+    with opened(*((edit, got) if is_edit_first else (got, edit))):
+        model(x).sum().backward()
+    torch.testing.assert_close(got[f"t:{port}"], bare[f"t:{port}"])
+
+
+@pytest.mark.parametrize("is_edit_first", [True, False])
+@pytest.mark.parametrize("edited", ["1.0:grad_output", "1:grad_output", "2:input_grad", "1.0/linear#0:grad_output"])
+def test_one_tensor_has_one_gradient_by_whichever_address_it_is_edited(edited, is_edit_first):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Tanh())
+    names = ["1.0:grad_output", "1:grad_output", "2:input_grad", "1.0/linear#0:grad_output"]
+    x = torch.randn(3, 4)
+    got, edit = gaff.capture(model, *names), gaff.edit(model, {edited: gaff.edits.scale(2.0)})
+    with opened(*((edit, got) if is_edit_first else (got, edit))):
+        model(x).sum().backward()
+    for name in names:
+        torch.testing.assert_close(got[name].sum(0), model[1][0].bias.grad)
+
+
+@pytest.mark.parametrize("is_edit_first", [True, False])
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_tensors_and_parameters_tell_the_edited_gradient_whoever_came_first(is_leaf, is_edit_first):
+    model = nn.Linear(4, 2)
+    start = torch.randn(3, 4, requires_grad=True)
+    x = start if is_leaf else start * 1
+    got = gaff.capture(model, ":input_grad", "weight:grad", x=x)
+    edit = gaff.edit(model, {"weight:grad": gaff.edits.scale(2.0)})
+    also = gaff.edit({x: gaff.edits.scale(2.0)})
+    with ExitStack() as stack:
+        for one in (edit, also, got) if is_edit_first else (got, edit, also):
+            stack.enter_context(one)
+        model(x).sum().backward()
+    torch.testing.assert_close(got["x"], start.grad)
+    torch.testing.assert_close(got[":input_grad"], start.grad)
+    torch.testing.assert_close(got["weight:grad"], model.weight.grad)
+    torch.testing.assert_close(start.grad, 2 * model.weight.sum(0).expand(3, 4))

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gaff.address.grammar import Key, Site
 from gaff.address.nested import Arguments, describe, dig, first_tensor, iter_tensors, put
+from gaff.compat import autograd
 from gaff.engine.crossing import Crossing
+from gaff.engine.gradients.tensor_hooks import PASSED_IN, place_of
 from gaff.engine.streams import Act, EditStream
 from gaff.errors import PlanError, SiteError
 
@@ -32,9 +35,10 @@ class ValueChange(Act):
 
     _has_looked = False
 
-    def __init__(self, site: Site, stream: EditStream) -> None:
+    def __init__(self, site: Site, stream: EditStream, module: nn.Module) -> None:
         self._site = site
         self._stream = stream
+        self._place = place_of(site, module) if site.port == "input" else None
         self._is_whole = site.call is None and not site.key and site.port == "output"
         self.direct = stream.direct if self._is_whole else None
 
@@ -51,6 +55,8 @@ class ValueChange(Act):
             self._stream.absent(crossing.run, crossing.call, f"there is no tensor in this {site.port}")
             return None
         new = self._stream.change(tensor, crossing)
+        if self._place is not None and new is not tensor and autograd.takes_gradient(new) and not new.is_leaf:
+            PASSED_IN[new] = self._place, ref(tensor)
         try:
             return put(value, key, new)
         except PlanError as error:

@@ -333,9 +333,9 @@ def connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradient
     that of what the module is given.
     """
     if site.port == "output":
-        _edit(node.exit, ValueChange(site, stream), before=lambda act: act.needs_graph)
+        _edit(node.exit, ValueChange(site, stream, node.module), before=lambda act: act.needs_graph)
     elif site.port == "input":
-        _edit(node.entry, ValueChange(site, stream), before=lambda act: isinstance(act, ShareChange))
+        _edit(node.entry, ValueChange(site, stream, node.module), before=lambda act: isinstance(act, ShareChange))
     elif site.port == WEIGHTS:
         _edit(node.exit, WeightsChange(site, stream))
     else:

@@ -22,7 +22,7 @@ from gaff.engine.gradients.later import ShareOfLate
 from gaff.engine.gradients.ports import GradientArm
 from gaff.engine.gradients.reach import find_feeding
 from gaff.engine.gradients.share import UNSEEN, WRITTEN, mark, roots_of, shows_elsewhere, watch_unseen
-from gaff.engine.gradients.tensor_hooks import alias_of
+from gaff.engine.gradients.tensor_hooks import INNER, place_of, view_for
 from gaff.engine.value_edits import find
 
 
@@ -50,8 +50,9 @@ class ShareChange(GradientArm):
             told = f"the same tensor came in {len(places)} times: their shares cannot be told apart"
             whole = replace(self._site, key=())
             self._stream.refuse(crossing.run, crossing.call, f"{told}; {whole} edits what comes by all of them")
-        edge, since = autograd.grad_edge_node(tensor), autograd.next_sequence()
-        alias = alias_of(tensor)
+        alias = view_for(INNER, tensor, (*place_of(self._site, self._node.module), places), self)
+        tensor = INNER[alias].tensor
+        edge, since = autograd.grad_edge_node(tensor), autograd.sequence_of(autograd.grad_edge_node(alias)[0])
         share = ArmedShare(self._stream, crossing.run, crossing.call, alias)
         self._frame(crossing.run).notes[self] = (tensor, alias, edge, since, memory.version_of(tensor), share)
         self._gradients.arm_share(alias, share)

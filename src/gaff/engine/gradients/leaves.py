@@ -16,7 +16,7 @@ from gaff.engine.gradients.derivatives import outermost_passes
 from gaff.engine.gradients.later import NEEDS_NONE
 from gaff.engine.gradients.pending import BATCHED, NOT_REACHED, Gradients
 from gaff.engine.gradients.sharded import ShardedGradient
-from gaff.engine.gradients.tensor_hooks import on_gradient
+from gaff.engine.gradients.tensor_hooks import let_looks_be_last, on_gradient
 from gaff.engine.streams import Stream
 
 SWAPPED = (
@@ -58,6 +58,11 @@ class LeafGradient:
         self._has_fired = False
         self._last: tuple[int, Any] = (-1, None)  # the backward pass and checkpoint of the last arrival
 
+    @property
+    def only_looks(self) -> bool:
+        """Whether its hooks change nothing: they then come after those of edits."""
+        return self._gradients.only_looks
+
     def follow(self, run: Run | None = None) -> None:
         """Hook the tensor that is there now: a parameter may have been replaced, or have come to require grad.
 
@@ -68,6 +73,7 @@ class LeafGradient:
         if self._sharded is not None:
             if self not in self._sharded.listeners:
                 self._sharded.listeners.append(self)
+                self._sharded.listeners.sort(key=lambda one: one.only_looks)  # the order is kept within each kind
             self._sharded.follow()
             self._tensor = self._sharded._record.sharded_param
             return
@@ -80,7 +86,10 @@ class LeafGradient:
             self._hooked[id(tensor)] = tensor, tensor._cdata, known[2]
             self._stream.refuse(run or self._clock.before, 0, SWAPPED)
         elif known is None and tensor.requires_grad and (tensor.is_leaf or self._is_anywhere):
-            self._hooked[id(tensor)] = tensor, tensor._cdata, on_gradient(tensor, self._arrived)
+            handle = on_gradient(tensor, self._arrived)
+            self._hooked[id(tensor)] = tensor, tensor._cdata, handle
+            if not self.only_looks:
+                let_looks_be_last(handle)
             if len(self._hooked) > _MOST_HOOKED:  # others for each run: the first, and the last few, are followed
                 self._hooked.pop(list(self._hooked)[1])[2].remove()
 

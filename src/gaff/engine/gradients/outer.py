@@ -32,7 +32,7 @@ class OuterGradient(GradientArm):
     The module itself may go on using that tensor (``return y, y * 2``), or may not have made it, and nothing tells who
     else holds it. So the caller is given a view, as torch's full backward hook gives one: what arrives there comes from
     outside. Nothing is added up in another order unless the module uses the tensor, too. Who asks for a total further
-    on is told that of the tensor itself (``tensor_hooks.ORIGINALS``).
+    on is told that of the tensor itself (``tensor_hooks.OUTER``).
     """
 
     def __call__(self, output: Any, given: Arguments, crossing: Crossing) -> Any:
@@ -47,15 +47,15 @@ class OuterGradient(GradientArm):
             if refused := _why_no_view(output, (*site.key, *key), tensor, given, self._node.module):
                 stream.refuse(run, call, refused)
                 continue
-            alias = tensor_hooks.alias_of(tensor)
+            place = *tensor_hooks.place_of(site, self._node.module), site.key, key
+            alias = tensor_hooks.view_for(tensor_hooks.OUTER, tensor, place, self)
             try:
                 output = _with_alias(output, (*site.key, *key), tensor, alias)
             except PlanError as error:
                 stream.refuse(run, call, f"{error}; ask for :grad_output, the total gradient")
                 continue
             stream.remark(ASIDE)
-            self._gradients.arm(alias, stream, run, call)
-            tensor_hooks.ORIGINALS[alias] = tensor
+            self._gradients.arm(alias, stream, run, call, is_part=True)
         return output
 
 

@@ -23,7 +23,15 @@ from gaff.engine.clock import Run
 from gaff.engine.gradients.armed import Armed, ArmedShare, ArmedView, Met
 from gaff.engine.gradients.later import Later
 from gaff.engine.gradients.reach import PassGraph
-from gaff.engine.gradients.tensor_hooks import EDGE, ORIGINALS, is_at_edge, on_gradient, original
+from gaff.engine.gradients.tensor_hooks import (
+    EDGE,
+    OUTER,
+    be_first,
+    is_at_edge,
+    let_looks_be_last,
+    on_gradient,
+    original,
+)
 from gaff.engine.streams import Stream
 
 NOT_REACHED = "backward ran, but no gradient reached this tensor"
@@ -55,15 +63,21 @@ class Gradients:
         self._tasks: dict[int, dict[Run, None]] = {}
         self.later = Later()
 
+    @property
+    def only_looks(self) -> bool:
+        """Whether its hooks change nothing: they then come after those of edits."""
+        return not self.has_edits
+
     def meet_compiled(self) -> None:
         """Be ready for gradients from compiled code: hooks stay out of it, and at its edges they ask for more."""
         self.has_edges = True
         uncompiled(_arrived)
 
-    def arm(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> Armed:
+    def arm(self, tensor: Tensor, stream: Stream, run: Run, call: int, *, is_part: bool = False) -> Armed:
         """Tell ``stream`` every gradient that arrives at ``tensor``, which must require grad.
 
         Sets one hook, or with edits joins the chain of the tensor. A stand-in that says ``why_untold`` is refused.
+        ``is_part``: the tensor is a view that shows a part of a gradient; else the total is told of what a view shows.
         """
         armed: Armed
         untold = getattr(tensor, "why_untold", "")  # of what stands for a tensor inside compiled code
@@ -71,7 +85,7 @@ class Gradients:
             armed = ArmedView(stream, run, call, tensor)
             armed.refuse(untold)
             return armed
-        if tensor._is_view():
+        if tensor._is_view() and not is_part:
             tensor = original(tensor)
         if tensor._is_view():
             armed = ArmedView(stream, run, call, tensor)
@@ -84,7 +98,7 @@ class Gradients:
         if self.has_edits and hasattr(stream, "expect"):
             stream.expect(tensor)
         armed.lie_as(tensor)
-        self._hook(tensor, armed)
+        self._hook(tensor, armed, is_part=is_part)
         return armed
 
     def arm_plain(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
@@ -123,7 +137,7 @@ class Gradients:
         changed = share.deliver(gradient)
         return None if changed is None else (*handed[:position], changed, *handed[position + 1 :])
 
-    def _hook(self, tensor: Tensor, armed: Armed) -> None:
+    def _hook(self, tensor: Tensor, armed: Armed, *, is_part: bool) -> None:
         """Set the hook of ``armed``; with edits one hook for each tensor, which calls a chain.
 
         Edits at one tensor act as backward meets their calls, the last call first; within a call in the order given.
@@ -132,8 +146,12 @@ class Gradients:
         """
         if self.has_edits:
             self._join_chain(tensor, armed)
+            if not is_part:
+                let_looks_be_last(armed.handle)
         else:
             armed.handle = on_gradient(tensor, partial(_arrived, self, armed))
+            if is_part:
+                be_first(armed.handle)
         self.add(armed)  # with its handle: one without counts as gone
 
     def _join_chain(self, tensor: Tensor, armed: Armed) -> None:
@@ -255,7 +273,7 @@ class Gradients:
                 armed.refuse(refused)
             else:
                 armed.fired = True
-                armed.stream.absent(armed.run, armed.call, BEHIND_VIEW if ORIGINALS else NOT_REACHED)
+                armed.stream.absent(armed.run, armed.call, BEHIND_VIEW if OUTER else NOT_REACHED)
 
 
 def _past_hope(hooks: list[Armed]) -> list[Armed]:

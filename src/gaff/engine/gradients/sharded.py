@@ -29,6 +29,10 @@ class ShardListener(Protocol):
     Called on the thread that runs the backward pass.
     """
 
+    @property
+    def only_looks(self) -> bool:
+        """Whether it changes nothing, and so comes after those that do."""
+
     def coming(self) -> None:
         """Backward has reached the gathered parameter: its gradient will be reduced."""
 

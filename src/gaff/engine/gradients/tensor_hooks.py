@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gaff.address.grammar import Site
 from gaff.compat import autograd, compiler
 from gaff.compat.placements import ANY_PARTS, PARTS
 
@@ -19,8 +22,42 @@ EDGE = (
     "ask for it at the module that makes it, or open the session under torch.compiler.set_stance('force_eager')"
 )
 
-# The tensor behind a view that a module's caller was given in its place (``outer``): totals are those of the tensor.
-ORIGINALS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+class ShownTensor(NamedTuple):
+    """What a view shows that somebody was given in the place of a tensor, so that a part of its gradient is seen.
+
+    ``tensor`` has a total that is that of the view, too; ``place`` says of which call's which
+    side; ``users`` are the acts, each of one session, that have a hook on it, held weakly.
+    """
+
+    tensor: Tensor
+    place: object
+    users: list[weakref.ref[Any]]
+
+
+# By the view: those that a module's caller was given (``outer``), and those that a module was given (``edits``).
+OUTER: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+INNER: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# By what an edit has made of an input: whose, and what was passed in, held weakly, which has a gradient of its own.
+PASSED_IN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def place_of(site: Site, module: nn.Module) -> tuple[Any, ...]:
+    """What a stand-in is for: a module, or an op in its forward, the same in every session."""
+    return id(module), site.op, site.op_index
+
+
+def view_for(known: WeakTensorKeyDictionary, tensor: Tensor, place: object, user: object) -> Tensor:
+    """A view of ``tensor`` for ``user`` to hook, noted in ``known``; the one that another session's user at the same
+    place has made is used again, and is ``tensor`` itself then: so that hooks act in the order in which sessions were
+    opened, and not, as on views of views, the last first."""
+    found = known.get(tensor) if known else None
+    if found is not None and found.place == place and all(one() is not user for one in found.users):
+        found.users.append(weakref.ref(user))
+        return tensor
+    view = alias_of(tensor)
+    known[view] = ShownTensor(tensor, place, [weakref.ref(user)])
+    return view
 
 
 _TOLD = threading.local()  # ``is_edge``, while a compiled graph tells a gradient: whether it is one at its edge
@@ -65,10 +102,36 @@ def alias_of(tensor: Tensor) -> Tensor:
 
 
 def original(tensor: Tensor) -> Tensor:
-    """The tensor that a module returned, where its caller was given a view of it; else ``tensor`` itself."""
-    while ORIGINALS and tensor in ORIGINALS:
-        tensor = ORIGINALS[tensor]
+    """The tensor that a stand-in shows, as a module's caller or a module was given one; else ``tensor`` itself."""
+    for known in (OUTER, INNER):
+        while known and tensor in known:
+            tensor = known[tensor].tensor
     return tensor
+
+
+def let_looks_be_last(handle: Any) -> None:
+    """Let those who only look at a tensor's gradient come after all others there: an edit's hook has been set, of which
+    ``handle`` is. They tell then what backward goes on with, whoever came first."""
+    hooks = handle.hooks_dict_ref()
+    _put_last(hooks, [number for number, hook in hooks.items() if _only_looks(hook)])
+
+
+def be_first(handle: Any) -> None:
+    """Let one who looks at a part of a gradient come before all others there: it tells what came, before an edit."""
+    hooks = handle.hooks_dict_ref()
+    _put_last(hooks, [number for number in hooks if number != handle.id])
+
+
+def _put_last(hooks: Any, numbers: list[int]) -> None:
+    """Put some hooks of a tensor behind all others; as new ones, for torch goes by the order in the dict's memory."""
+    for number in numbers:
+        hooks[number] = hooks.pop(number)
+
+
+def _only_looks(hook: Any) -> bool:
+    """Whether a hook is one of ours that looks: of a session without edits, or of a watch."""
+    owner = hook.args[0] if isinstance(hook, partial) and hook.args else getattr(hook, "__self__", None)
+    return bool(getattr(owner, "only_looks", False))
 
 
 def keep_gradient(tensor: Tensor, keep: Callable[[Tensor], None]) -> Any:
@@ -77,8 +140,15 @@ def keep_gradient(tensor: Tensor, keep: Callable[[Tensor], None]) -> Any:
     ``tensor`` must require grad. The gradient itself is handed over, not a copy, and goes on unchanged.
     """
 
-    def arrived(gradient: Tensor | None) -> None:
-        if gradient is not None:  # a custom Function hands None to what it does not need
-            keep(gradient)
+    return on_gradient(tensor, partial(_kept, _Looker, keep))
 
-    return on_gradient(tensor, arrived)
+
+class _Looker:
+    """The owner of hooks that keep gradients."""
+
+    only_looks = True
+
+
+def _kept(_owner: type[_Looker], keep: Callable[[Tensor], None], gradient: Tensor | None) -> None:
+    if gradient is not None:  # a custom Function hands None to what it does not need
+        keep(gradient)

@@ -293,6 +293,8 @@ class BackwardGuard:
 class _Listener:
     """Changes the gradient of one parameter of FSDP2 when it has been reduced; see ``ShardedGradient``."""
 
+    only_looks = False
+
     def __init__(
         self, gradient: ShardedGradient, change: Callable[[Tensor, Tensor], Tensor], parameter: Tensor
     ) -> None:
