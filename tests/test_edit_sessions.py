@@ -881,3 +881,21 @@ def test_tensors_and_parameters_tell_the_edited_gradient_whoever_came_first(is_l
     torch.testing.assert_close(got[":input_grad"], start.grad)
     torch.testing.assert_close(got["weight:grad"], model.weight.grad)
     torch.testing.assert_close(start.grad, 2 * model.weight.sum(0).expand(3, 4))
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("is_frozen", [True, False])
+@pytest.mark.parametrize("edit", [lambda t: t.mul_(2), edits.at(keep.rows(0), lambda t: t.mul_(2))])
+def test_an_edit_that_writes_into_a_parameter_is_refused_and_leaves_it_as_it_was(edit, is_frozen, mode):
+    model = nn.Linear(2, 2).requires_grad_(not is_frozen)
+    before = model.weight.detach().clone()
+    with (
+        mode(),
+        pytest.raises(PlanError, match="wrote into what it was given"),
+        gaff.edit(model, {"weight:param": edit}),
+    ):
+        model(torch.ones(1, 2))
+    assert torch.equal(model.weight, before)
+    with mode(), gaff.edit(model, {"weight:param": lambda t: t}):
+        same = model(torch.ones(1, 2))
+    assert torch.equal(same, model(torch.ones(1, 2)))

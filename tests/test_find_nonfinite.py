@@ -224,7 +224,7 @@ def test_what_an_optimizer_keeps_is_told_where_it_overflows_and_later_as_there_b
     first, second = gaff.find_nonfinite(step, model=model), gaff.find_nonfinite(step, model=model)
     assert (first.direction, first.site) == ("update", "weight:param")
     assert "exp_avg_sq, overflowed in its step, of a finite gradient up to 8e+21" in first.cause
-    assert (second.direction, second.site) == ("before", "weight:param")
+    assert (second.direction, second.site) == ("kept", "weight:param")
     assert "exp_avg_sq, was not finite before this step" in second.cause
 
 
@@ -235,7 +235,7 @@ def test_what_an_optimizer_keeps_that_was_bad_before_is_told_where_it_makes_a_we
     optimizer.step()
     optimizer.state[model.weight]["exp_avg"][0, 0] = math.nan
     told = gaff.find_nonfinite(optimizer.step, model=model)
-    assert (told.direction, told.site) == ("before", "weight:param")
+    assert (told.direction, told.site) == ("kept", "weight:param")
     assert "exp_avg, was not finite before this step" in told.cause
 
 
@@ -306,3 +306,45 @@ def test_a_target_of_zero_at_a_closed_class_of_kl_div_is_told_as_that():
         lambda: nn.functional.kl_div(model(torch.randn(3, 4)), target, reduction="sum").backward(), model=model
     )
     assert "has a target of exactly 0, and 0 * inf is NaN" in report.cause
+
+
+def _stepped(kind):
+    """A step that spoils a parameter or statistics, by an optimizer or by hand, and what is told of it."""
+    layer = nn.Linear(2, 1)
+    if kind == "statistics":
+        norm = nn.BatchNorm1d(2)
+        norm.running_var[0] = math.nan
+        return lambda: norm(torch.randn(3, 2)), "before"
+    if kind == "by hand":
+
+        def written():
+            with torch.no_grad():
+                layer.weight.mul_(1e38).mul_(1e38)
+
+        return written, "forward"
+    options = {"lr": 1e10, "foreach": False} if kind == "plain" else {"lr": 1e10}
+    optimizer = (
+        torch.optim.Adam(layer.parameters()) if kind == "kept" else torch.optim.SGD(layer.parameters(), **options)
+    )
+    size = math.nan if kind == "gradient" else 1.0 if kind == "kept" else 1e38
+    layer.weight.grad, layer.bias.grad = torch.full((1, 2), size), torch.ones(1)
+    if kind == "kept":
+        optimizer.step()
+        optimizer.state[layer.weight]["exp_avg_sq"].fill_(math.nan)
+    return optimizer.step, {"kept": "kept", "gradient": "arrived"}.get(kind, "update")
+
+
+@pytest.mark.parametrize("kind", ["default", "plain", "gradient", "kept", "by hand", "statistics"])
+def test_a_step_without_a_model_that_spoils_parameters_is_told(kind):
+    step, direction = _stepped(kind)
+    report = gaff.find_nonfinite(step)
+    assert report
+    assert report.direction == direction
+    assert report.site.startswith("(step)")
+
+
+def test_a_parameter_without_a_model_that_forbids_what_it_always_did_is_none():
+    layer = nn.Linear(2, 2)
+    with torch.no_grad():
+        layer.bias[0] = -math.inf
+    assert not gaff.find_nonfinite(lambda: layer(torch.randn(3, 2)).exp().sum().item())

@@ -177,7 +177,8 @@ def anatomy(module: nn.Module, /, *inputs: Any, **keywords: Any) -> Anatomy:
     ``tree()``, ``to_svg()``, ``to_dict()``.
 
     Args:
-        module: any module; left as it was: weights, buffers, ``.grad``, random state.
+        module: any module; left as it was: weights, buffers, ``.grad``, random state. Weights to which its own code
+            writes in its forward are not put back, which a warning tells.
         inputs, keywords: of the call. Floating inputs are treated as if they required grad.
 
     Backward starts from the sum of the outputs' floating elements. Raises PlanError where there is no graph.
@@ -377,7 +378,8 @@ def trace(
     """Run ``model(*args, **kwargs)`` once and tell every call: shapes, parameters, time, FLOPs, statistics.
 
     Args:
-        model: any module. It is left as it was: weights, buffers, ``.grad``, training flags, random state.
+        model: any module. It is left as it was: weights, buffers, ``.grad``, training flags, random state. Weights to
+            which its own code writes in its forward are not put back, which a note tells.
         backward: gets the output and returns a scalar loss; then gradients are told as well, None ones with the reason.
         flops: count operations by torch's formulas; without it no operation passes through a counter, some 10 us each.
         ops: also every op in the modules' own forwards, with its place in the code in the column of the class.

@@ -12,3 +12,18 @@ def test_a_replaced_module_is_reported():
     with pytest.raises(gaff.NeverFiredError, match="'1' never fired.*replaced"), gaff.capture(model, "0", "1"):
         model[1] = nn.ReLU()
         model(x)
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_module_that_is_replaced_between_runs_is_not_told_by_its_old_value(is_wrapped):
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3)
+    first = model[0](x)
+    with pytest.warns(UserWarning, match="0: the module was replaced"), gaff.capture(model, "0") as got:
+        model(x)
+        model[0] = nn.Sequential(model[0]) if is_wrapped else nn.Linear(3, 3)
+        model(x)
+    with pytest.raises(gaff.SiteError, match="fired 2 times, in runs 0 and 1"):
+        got["0"]
+    assert torch.equal(got.run(0)["0"], first)
+    with pytest.raises(gaff.ExactnessError, match="what is at this address now was not seen"):
+        got.run(1)["0"]

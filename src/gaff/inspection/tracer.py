@@ -21,7 +21,6 @@ from gaff.address.grammar import ATTENTIONS, Site, parse_site
 from gaff.address.nested import Arguments, iter_tensors, shape_text
 from gaff.address.resolve import Found, called_modules, is_container, iter_modules, join, need_module, unwrap
 from gaff.compat import elements, libraries
-from gaff.compat.memory import version_of
 from gaff.engine.flops import FlopCount
 from gaff.engine.gradients.reach import used_leaves
 from gaff.engine.ops.calls import OpCall
@@ -81,10 +80,10 @@ def trace_run(
     last = Session(model, [CallTap(found, _go_on(log), _go_on(log)) for found in called_modules(model)])
     inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
     tokens = _tokens_of(args, kwargs)
-    versions = {path: version_of(parameter) for path, parameter in _iter_parameters(model)}
+    written: list[str] = []
     used: set[int] | None = None
     with ExitStack() as stack:
-        stack.enter_context(untouched(model, inputs))
+        stack.enter_context(untouched(model, inputs, written))
         if backward is not None:
             stack.enter_context(torch.enable_grad())
         stack.enter_context(session)
@@ -100,7 +99,7 @@ def trace_run(
         "has_backward": backward is not None,
         "has_flops": has_flops,
         "device": str(device),
-        "notes": (*session.notes, *_notes(model, counter, versions)),
+        "notes": (*session.notes, *_notes(counter), *written),
         "given": fingerprint_of(log.given),
         "tokens": tokens,
     }
@@ -120,18 +119,11 @@ def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]
     return tuple(map(str, value[0].tolist()))
 
 
-def _notes(model: nn.Module, counter: FlopCount | None, versions: dict[str, int]) -> list[str]:
-    """What the numbers of this run do not tell: operations without a formula, parameters that the run has changed.
-
-    ``versions``: the version counters of the parameters before the run, by path.
-    """
-    notes = []
-    if counter is not None and counter.uncounted:
-        notes.append(f"flops are lower bounds: torch has no formula for {', '.join(sorted(counter.uncounted))}")
-    changed = [path for path, parameter in _iter_parameters(model) if version_of(parameter) != versions[path]]
-    if changed:
-        notes.append(f"this run itself changed parameters in place: {', '.join(changed[:5])}; they are not restored")
-    return notes
+def _notes(counter: FlopCount | None) -> list[str]:
+    """What the numbers of this run do not tell: operations without a formula."""
+    if counter is None or not counter.uncounted:
+        return []
+    return [f"flops are lower bounds: torch has no formula for {', '.join(sorted(counter.uncounted))}"]
 
 
 def _taps(

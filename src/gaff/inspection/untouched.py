@@ -1,13 +1,14 @@
 """Runs something on a model and leaves the model as it was: buffers, gradients, random state, mode.
 
-Weights are not restored, for a copy of them would double the memory of a model; ``gaff.trace`` tells where a run has
-changed them.
+Of weights those are restored that torch's own modules write to in their forward (``nn.Embedding(max_norm=)``). A copy
+of all of them would double the memory of a model: where its own code writes to others, that is told.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -15,11 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from gaff.compat import elements
+from gaff.compat.memory import version_of
+
+WRITTEN = "this run itself changed parameters in place: {}; they are not restored"
 
 
 @contextmanager
-def untouched(model: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
+def untouched(model: nn.Module, inputs: Iterable[Tensor] = (), notes: list[str] | None = None) -> Iterator[None]:
     """Restores buffers, ``.grad`` of parameters and ``inputs``, training flags and random states at the end.
+
+    So are weights that a ``max_norm`` shortens. Other parameters that were written to are told by a note in ``notes``,
+    or without these by a warning.
 
     They are put back however the block is left. Every buffer is copied once. ``.grad`` is None inside, so that
     backward adds to nothing; afterwards the tensors from before are back, the same objects. Random states: torch on
@@ -28,6 +35,9 @@ def untouched(model: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]
     """
     modules = list(model.modules())
     buffers = [_Buffers(module) for module in modules]
+    embeddings = [one for one in modules if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
+    shortened = {one.weight: one.weight.detach().clone() for one in embeddings if one.max_norm is not None}
+    versions = [(name, one, version_of(one)) for name, one in model.named_parameters() if one not in shortened]
     modes = [module.training for module in modules]
     leaves = [tensor for tensor in (*model.parameters(), *inputs) if tensor.is_leaf and tensor.requires_grad]
     gradients = [tensor.grad for tensor in leaves]
@@ -53,6 +63,12 @@ def untouched(model: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]
             module.training = training
         for saved in buffers:
             saved.restore()
+        for weight, before in shortened.items():
+            _write_back(weight, before)
+        changed = [name for name, one, version in versions if version_of(one) != version]
+        if changed:
+            told = WRITTEN.format(", ".join(changed[:5]))
+            warnings.warn(f"gaff: {told}", stacklevel=3) if notes is None else notes.append(told)
 
 
 class _Buffers:
@@ -79,12 +95,16 @@ class _Buffers:
             owned[name] = tensor
             if tensor is None:
                 continue
-            saved = self._copies[name]
-            with torch.no_grad():
-                if tensor.shape != saved.shape:
-                    tensor.resize_(saved.shape)
-                if not _has_bits(tensor, saved):
-                    tensor.copy_(saved)
+            _write_back(tensor, self._copies[name])
+
+
+def _write_back(tensor: Tensor, saved: Tensor) -> None:
+    """Let ``tensor`` hold again what it held when it was ``saved``; not written to where it does."""
+    with torch.no_grad():
+        if tensor.shape != saved.shape:
+            tensor.resize_(saved.shape)
+        if not _has_bits(tensor, saved):
+            tensor.copy_(saved)
 
 
 def _has_bits(one: Tensor, other: Tensor) -> bool:

@@ -104,6 +104,10 @@ class CheckedEdit:
     def _made(self, value: Tensor, run: Any, call: int) -> Tensor:
         """What the edit makes of a whole tensor. Raises PlanError for what cannot take its place."""
         edit, is_pure = self._edit, self._is_pure
+        parameter = None
+        if self._site.port == "param" and not is_pure:  # a write into the weights themselves would stay for good
+            with torch.inference_mode(False):  # in which nothing counts writes
+                parameter, value = value, value.clone()
         version = 0 if is_pure else memory.version_of(value)
         new: Tensor | Any
         event = self._any_event or self.event(run, call)
@@ -117,6 +121,8 @@ class CheckedEdit:
             raise PlanError("the edit wrote into what it was given: expected a new tensor, t * 2 not t.mul_(2)")
         if not isinstance(new, Tensor):
             raise PlanError(f"the edit returned {type(new).__name__} {new!r:.40}: expected a tensor")
+        if new is value and parameter is not None:
+            return parameter
         if not _is_alike(new, value):
             raise PlanError(f"the edit returned {_text(new, value)} where {_text(value, new)} passes")
         if self._site.port not in ("output", "input") or value.is_sparse or new is value:

@@ -68,10 +68,9 @@ class KeptSite:
     def add(self, value: Any, run: Any, call: int) -> None:
         """A value passed, in a hook or in backward: keep it. Raises PlanError where the budget is exceeded.
 
-        Where the module has been replaced, what fires is no longer what the address names, and is refused.
+        Where the module has been replaced, what fires is no longer what the address names; the run was refused.
         """
         if self.is_replaced:
-            self.refuse(run, call, REPLACED)
             return
         if ANY_PARTS:
             self._note_parts(value, run, call)

@@ -60,6 +60,7 @@ from gaff.inspection.nonfinite.ranges import can_hold, has_nonfinite, range_of
 from gaff.inspection.nonfinite.report import BEFORE, Report
 from gaff.inspection.op_log import Producers, iter_state
 
+_SOME = Site("", port="param")  # a parameter of no model
 _RUNNING = ("running_mean", "running_var")  # each step adds to them: what was bad once stays, and evaluation uses it
 
 
@@ -98,16 +99,37 @@ class BadState:
     ``before``: they themselves, before the step or an optimizer's; ``gradients``: theirs, before the step; ``used``:
     theirs as an optimizer was given them, with what made them so; ``made``: parameters that were bad right after an
     optimizer's step; ``kept``: what an optimizer keeps of a parameter, such as a mean of squares, by the parameter,
-    where that is bad. ``sites``: where they are.
+    where that is bad. ``sites``: where they are. ``others``: parameters and running statistics that are no part of the
+    model, or of which there is none, as ops and optimizers have shown them.
     """
 
     def __init__(self) -> None:
         self.sites: dict[int, Site] = {}
+        self.others: dict[int, tuple[Tensor, Site]] = {}
         self.before: dict[int, Made] = {}
         self.gradients: set[int] = set()
         self.used: dict[int, Made] = {}
         self.made: set[int] = set()
         self.kept: dict[int, Made] = {}
+
+    def meet(self, tensor: Tensor, site: Site = _SOME) -> None:
+        """A parameter, or statistics, came by: they are asked for after the step, too, if the model does not have them.
+
+        What they held is looked at when they are first met.
+        """
+        if id(tensor) not in self.sites and id(tensor) not in self.others:
+            self.others[id(tensor)] = tensor, site
+            if has_nonfinite(tensor):
+                self.before[id(tensor)] = before(tensor, site)
+
+    def meet_all(self, call: OpCall, given: Iterable[Tensor]) -> None:
+        """An op is called: the parameters among the tensors that it is given come by, and statistics that it writes."""
+        for tensor in given:
+            if isinstance(tensor, nn.Parameter):
+                self.meet(tensor)
+        for at, tensor in enumerate(only_written(call)):
+            if isinstance(tensor, Tensor):
+                self.meet(tensor, Site(_RUNNING[at % 2], port="buffer"))
 
     def note_used(self, optimizer: Any, marks: Marks) -> Made | None:
         """An optimizer's step begins: note what of its parameters and gradients is not finite, and what made it so.
@@ -118,15 +140,16 @@ class BadState:
         for one, name, kept in _kept_of(optimizer):
             if has_nonfinite(kept) and id(one) not in self.kept:
                 cause = KEPT_BEFORE.format(name)
-                self.kept[id(one)] = Made(Site("model", port="param"), "before", None, cause, range_of(kept, name))
+                self.kept[id(one)] = Made(_SOME, "kept", None, cause, range_of(kept, name))
         for one in [one for group in optimizer.param_groups for one in group["params"]]:
+            self.meet(one)
             if id(one) not in self.before and has_nonfinite(one):
                 self.before[id(one)] = marks.of_memory(one) or self._of_parameter(one)
                 found.append(self.before[id(one)])
             if one.grad is not None and has_nonfinite(one.grad):
                 made = marks.of(one.grad)
                 is_seen = made is not None and made.direction == "forward"  # by an op that wrote to it
-                self.used[id(one)] = made if made and is_seen else _unseen(one.grad, Site("model", port="grad"))
+                self.used[id(one)] = made if made and is_seen else _unseen(one.grad, replace(_SOME, port="grad"))
                 found.append(self.used[id(one)])
         return found[0] if found else None
 
@@ -142,7 +165,7 @@ class BadState:
                 continue
             given = () if one.grad is None else (range_of(one.grad, "gradient"),)
             cause = KEPT.format(name, f" up to {given[0].largest:.4g}" if given else "")
-            self.kept[id(one)] = Made(Site("model", port="param"), "update", None, cause, range_of(kept, name), given)
+            self.kept[id(one)] = Made(_SOME, "update", None, cause, range_of(kept, name), given)
 
     def after(self, around: nn.Module, marks: Marks, *, is_scaled: bool, is_again: bool) -> Made | None:
         """What made the first parameter, gradient or buffer that is bad after the step; None where none is.
@@ -152,7 +175,7 @@ class BadState:
         the loss, and leaves steps out whose gradients overflow. ``is_again``: the step has run before, and may have
         spoiled running statistics then.
         """
-        for tensor, site in iter_state(around):
+        for tensor, site in (*iter_state(around), *self.others.values()):
             grad = tensor.grad if site.port == "param" and tensor.is_leaf else None
             if grad is not None and has_nonfinite(grad):
                 made = marks.of_memory(grad)
@@ -189,12 +212,12 @@ class BadState:
 
     def _of_parameter(self, parameter: Tensor) -> Made:
         """What made a parameter bad that no op was seen to write."""
-        site = self.sites.get(id(parameter), Site("model", port="param"))
+        site = self.sites.get(id(parameter), _SOME)
         used = self.used.get(id(parameter))
         if used is not None:
             return replace(used, site=replace(site, port="grad")) if used.cause in (ARRIVED, ADDED) else used
         kept = self.kept.get(id(parameter))
-        if kept is not None and kept.direction == "before" and id(parameter) in self.made:
+        if kept is not None and kept.direction == "kept" and id(parameter) in self.made:
             return replace(kept, site=site)
         direction, cause = ("update", UPDATED) if id(parameter) in self.made else ("written", WRITTEN)
         return Made(site, direction, None, cause, range_of(parameter, "value"))
@@ -383,6 +406,7 @@ class Examination:
         if self._asleep:
             return
         given = [tensor for _, tensor in iter_tensors((call.args, call.kwargs)) if can_hold(tensor)]
+        self._state.meet_all(call, given)
         came = [(tensor, self._look(tensor)) for tensor in given]
         writes = (call.site.op or "").endswith("_") or call.site.op == "setitem" or "out" in call.kwargs
         ranges = ranges_of(given, self._producers) if writes or is_steep(call.site.op or "", call.args) else None

@@ -64,10 +64,11 @@ class Range:
 class Report:
     """The origin of a NaN or inf, as ``gaff.find_nonfinite`` and ``gaff.guard`` tell it. False where there is none.
 
-    ``direction``: ``forward``, ``backward``, ``before`` for what was there before the step (a parameter, a buffer, an
-    input), ``update`` for a parameter that the optimizer spoiled, ``arrived`` for a gradient that came from another
-    process, ``added`` for finite ones whose sum overflows, ``written`` for what code put into a parameter unseen.
-    ``site``: the address of the op; in parentheses it is outside the model. ``line``: its place in the code.
+    ``direction``: ``forward``, ``backward``, ``before`` for what was there before the step (a parameter, a buffer,
+    an input), ``kept`` for what the optimizer kept of a parameter before it, ``update`` for a parameter that the
+    optimizer spoiled, ``arrived`` for a gradient that came from another process, ``added`` for finite ones whose
+    sum overflows, ``written`` for what code put into a parameter unseen. ``site``: the address of the op; in
+    parentheses it is outside the model. ``line``: its place in the code.
     """
 
     found: bool
@@ -123,6 +124,7 @@ _BEGAN = {
     "forward": "made by",
     "backward": "made in the backward pass of",
     "before": "was there before the step, in",
+    "kept": "was there before the step, in what the optimizer keeps of",
     "update": "made by the optimizer's step, in",
     "arrived": "came from elsewhere to",
     "added": "came of adding gradients up in",

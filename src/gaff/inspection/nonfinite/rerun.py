@@ -88,7 +88,7 @@ def run_again(
         args, kwargs = map_tensors((batch.args, batch.kwargs), _Own(), _itself)
         inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
         with ExitStack() as stack:
-            stack.enter_context(untouched(model, inputs))
+            stack.enter_context(untouched(model, inputs, examination.notes))
             replayed(stack, batch)
             examination.meet(args, kwargs)
             return examination.run(lambda: _again(model, args, kwargs, batch.gradients, assume_ones)), ""

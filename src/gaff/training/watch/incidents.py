@@ -86,7 +86,7 @@ def of_nonfinite(
                 severity=known.severity,
                 message=f"{what} is not finite: {_first_line(report)}",
                 cause=report.cause,
-                remedy=_GIVEN if report.direction == "before" else _MADE,
+                remedy=_GIVEN if report.direction in ("before", "kept") else _MADE,
                 evidence=_evidence(report),
                 last=step,
             )
