@@ -525,6 +525,123 @@ def test_a_function_that_does_something_else_is_told(tmp_path):
         gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", reduce=lambda x: x * 3)
 
 
+class Spiked(nn.Module):
+    """One number in each row is far larger than the others, as in the residual stream of a language model."""
+
+    def forward(self, x):
+        return torch.cat((x[:, :1] * 1e4, x[:, 1:]), 1)
+
+
+@pytest.mark.parametrize("change", ["sign", "one number", "gelu"])
+def test_a_hook_or_a_setting_that_changes_small_numbers_is_told_when_a_harvest_goes_on(tmp_path, change):
+    model = nn.Sequential(nn.Linear(4, WIDTH), Spiked(), nn.GELU())
+    site = "2" if change == "gelu" else "1"
+
+    with pytest.raises(ZeroDivisionError):
+        gaff.harvest(model, Ends(5), site, out=tmp_path / "acts", shard=2)
+    if change == "gelu":
+        model[2].approximate = "tanh"
+    else:
+        kept, signs = model[1].forward, torch.ones(WIDTH)
+        signs[1 if change == "sign" else 7 :] = -1.0
+        model[1].forward = lambda x: kept(x) * signs
+    with pytest.raises(gaff.errors.RecordError, match="gives other rows than it did"):
+        gaff.harvest(model, Ends(99), site, out=tmp_path / "acts", shard=2)
+
+
+class Ends:
+    """Batches of one data set, of which a later one fails."""
+
+    def __init__(self, most):
+        self.most = most
+
+    def __iter__(self):
+        made = torch.Generator().manual_seed(3)
+        for number in range(8):
+            if number == self.most:
+                raise ZeroDivisionError
+            yield torch.randn(16, 4, generator=made)
+
+
+@pytest.mark.parametrize("what", ["labels", "mask"])
+def test_labels_and_masks_that_are_others_are_told_when_a_harvest_goes_on(tmp_path, what):
+    model = net()
+
+    def batches(most, more):
+        for number in range(6):
+            if number == most:
+                raise ZeroDivisionError
+            made = torch.Generator().manual_seed(number)
+            labels = torch.arange(8.0).double() + (more if number == 1 else 0)
+            yield torch.randn(8, 4, generator=made), labels, torch.arange(8) > (more if number == 1 else 0)
+
+    options = {"labels": {"time": 1}, "shard": 2}
+    options |= {"rows": lambda batch: batch[2]} if what == "mask" else {}
+    with pytest.raises(ZeroDivisionError):
+        gaff.harvest(model, batches(3, 0), "0", out=tmp_path / "acts", **options)
+    with pytest.raises(gaff.errors.RecordError, match="are not what they were"):
+        gaff.harvest(model, batches(9, 1), "0", out=tmp_path / "acts", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_columns_of_types_that_torch_indexes_with_nothing(tmp_path, dtype):
+    values = torch.arange(40).to(dtype)
+    data = [(torch.randn(8, 4), values[at : at + 8]) for at in range(0, 40, 8)]
+    store = gaff.harvest(net(), data, "0", out=tmp_path / "acts", labels={"number": 1}, shard=2)
+    column = store.labels["number"]
+    assert column.dtype == dtype
+    for index in ([1, 2, 30], slice(0, 40, 3), torch.arange(40) % 2 == 0):
+        expected = torch.arange(40)[index]
+        assert column[index].tolist() == expected.tolist()
+    shown = [batch["number"].tolist() for batch in store.loader("0", labels=["number"], batch=8)]
+    assert sorted(flat(shown)) == list(range(40))
+
+
+def test_whole_numbers_of_the_largest_floats_come_back_finite(tmp_path):
+    most = torch.finfo(torch.float32).max
+    store = gaff.harvest(
+        nn.Identity(), [torch.tensor([[most, 0.0], [-most, 1.0]])], ":output", out=tmp_path / "acts", dtype="int8"
+    )
+    assert store[":output"][:].isfinite().all()
+
+
+def test_floats_of_python_stay_as_long_as_they_are(tmp_path):
+    times = [1.7e9 + one for one in range(8)]
+    store = gaff.harvest(net(), [(torch.randn(8, 4), times)], "0", out=tmp_path / "acts", labels={"time": 1})
+    assert store.labels["time"][:].tolist() == times
+
+
+def test_what_a_data_set_makes_of_its_samples_is_what_the_model_is_given(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int64")),
+                                  "time": datasets.Value("float64"), "short": datasets.Value("float32")})  # fmt: skip
+    table = datasets.Dataset.from_dict(
+        {"input_ids": [[5, 6, 7], [8, 9], [10]], "time": [1.7e9, 1.7e9 + 1, 1.7e9 + 2], "short": [0.5, 1.5, 2.5]},
+        features=features,
+    )
+    labels = {"time": "time", "short": "short"}
+    plain = gaff.harvest(Tokens(), table, "embed", out=tmp_path / "a", rows="token", labels=labels)
+    assert plain.labels["time"][:].unique().tolist() == [1.7e9, 1.7e9 + 1, 1.7e9 + 2]
+    assert (plain.labels["time"].dtype, plain.labels["short"].dtype) == (torch.float64, torch.float32)
+    begun = table.with_transform(lambda batch: {"input_ids": [[1, *ids] for ids in batch["input_ids"]]})
+    store = gaff.harvest(Tokens(), begun, "embed", out=tmp_path / "b", rows="token")
+    tokens, samples = store.labels["token"][:], store.labels["sample"][:]
+    assert [tokens[samples == one].tolist() for one in range(3)] == [[1, 5, 6, 7], [1, 8, 9], [1, 10]]
+
+
+def test_modes_and_gradients_are_put_back_where_changing_them_fails(tmp_path):
+    class Fails(nn.Linear):
+        def train(self, mode=True):
+            if not mode:
+                raise RuntimeError("no evaluation")
+            return super().train(mode)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), Fails(4, 4))
+    with pytest.raises(RuntimeError, match="no evaluation"):
+        gaff.harvest(model, [torch.randn(8, 4)], "0", out=tmp_path / "acts")
+    assert all(module.training for module in model.modules())
+
+
 def test_gradients_by_a_projection_keep_their_products(tmp_path):
     """As influence functions need them: thousands of numbers of each sample on a few."""
     project = gaff.keep.project(512, seed=4)

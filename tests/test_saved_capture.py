@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import json
 import os
+import random
 import subprocess
 import sys
 from collections import OrderedDict, namedtuple
@@ -16,6 +17,7 @@ from torch import nn
 
 import gaff
 from gaff.errors import RecordError
+from gaff.sessions.capture_files import checksum_of
 
 Pair = namedtuple("Pair", "first second")
 
@@ -357,7 +359,7 @@ def test_names_and_endings(kept, tmp_path, monkeypatch):
     with pytest.raises(RecordError, match=r"x.safetensors' is of kind 'capture': expected one of kind 'trace'"):
         gaff.load(path, "trace")
     with safe_open(str(path), "pt") as file:
-        assert set(file.metadata()) == {"gaff", "model", "gaff_capture"}
+        assert set(file.metadata()) == {"gaff", "model", "gaff_capture", "gaff_checksum"}
         assert "h.0 run 1 call 0" in set(file.keys())
     monkeypatch.setitem(sys.modules, "safetensors", None)
     for ask in (lambda: got.save(tmp_path / "z.safetensors"), lambda: gaff.load(path)):
@@ -410,9 +412,34 @@ def test_hostile_files_are_refused(kept, tmp_path, damage):
     metadata, tensors = _told(kept[2])
     told = json.loads(metadata["gaff_capture"])
     DAMAGES[damage](told)
-    save_file(tensors, tmp_path / "y.safetensors", {**metadata, "gaff_capture": json.dumps(told)})
-    with pytest.raises(RecordError, match="y.safetensors' is no capture that gaff has saved: "):
+    text = json.dumps(told)
+    told_as = {**metadata, "gaff_capture": text, "gaff_checksum": checksum_of(text, tensors)}
+    save_file(tensors, tmp_path / "y.safetensors", told_as)
+    with pytest.raises(RecordError, match="y.safetensors' is no capture that gaff has saved: (?!.*checksum)"):
         gaff.load(tmp_path / "y.safetensors")
+
+
+def test_one_bit_that_is_another_is_noticed(kept, tmp_path):
+    whole, made = bytearray(kept[2].read_bytes()), random.Random(0)
+    changed = tmp_path / "y.safetensors"
+    for _ in range(60):
+        place, bit = made.randrange(len(whole)), 1 << made.randrange(8)
+        whole[place] ^= bit
+        changed.write_bytes(whole)
+        whole[place] ^= bit
+        try:
+            again = gaff.load(changed)
+        except RecordError:
+            continue
+        assert list(again) == list(gaff.load(kept[2]))  # what stands beside the values, as the name of the model
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_strided_values_of_types_that_torch_copies_no_parts_of(dtype, tmp_path):
+    values = torch.arange(24).view(4, 6).to(dtype)
+    for one, again in zip(*round_trip(lambda x: (values[:, 0], values[:, ::2]), tmp_path), strict=True):
+        assert again.dtype == dtype
+        assert again.tolist() == one.tolist()
 
 
 def test_other_files_of_tensors_and_torn_ones_are_told_for_what_they_are(kept, tmp_path):

@@ -18,10 +18,16 @@ def test_a_replaced_module_is_reported():
 def test_a_module_that_is_replaced_between_runs_is_not_told_by_its_old_value(is_wrapped):
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3)
     first = model[0](x)
-    with pytest.warns(UserWarning, match="0: the module was replaced"), gaff.capture(model, "0") as got:
-        model(x)
-        model[0] = nn.Sequential(model[0]) if is_wrapped else nn.Linear(3, 3)
-        model(x)
+
+    def captured():
+        with gaff.capture(model, "0") as got:
+            model(x)
+            model[0] = nn.Sequential(model[0]) if is_wrapped else nn.Linear(3, 3)
+            model(x)
+        return got
+
+    with pytest.warns(UserWarning, match="0: the module was replaced"):
+        got = captured()
     with pytest.raises(gaff.SiteError, match="fired 2 times, in runs 0 and 1"):
         got["0"]
     assert torch.equal(got.run(0)["0"], first)

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from gaff.compat import autograd, distributed
 
 _PACKED = re.compile(r"torch\.(u?int[1-7]|float4\w*|bits\w+)$")
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _UNREADABLE = ("FakeTensor", "FunctionalTensor")  # told by name, for importing their modules takes long
 
 
@@ -44,6 +45,11 @@ def _rank(dtype: torch.dtype) -> int:
     if dtype.is_floating_point:
         return 2
     return 0 if dtype == torch.bool else 1
+
+
+def signed(tensor: Tensor) -> Tensor:
+    """The same memory, in which unsigned integers of more than a byte, which torch indexes with nothing, are signed."""
+    return tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor
 
 
 def dtype_named(name: str) -> torch.dtype:

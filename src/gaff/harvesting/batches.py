@@ -32,8 +32,10 @@ class Numbered(NamedTuple):
     kwargs: dict[str, Any]
 
     def tensors(self) -> list[Tensor]:
-        """What the model is given, in order."""
-        return [tensor for _, tensor in iter_tensors((self.args, self.kwargs))]
+        """What the model is given, in order, and what else the batch holds, as labels and masks are made of it."""
+        given = [tensor for _, tensor in iter_tensors((self.args, self.kwargs))]
+        known = set(map(id, given))
+        return given + [tensor for _, tensor in iter_tensors(self.batch) if id(tensor) not in known]
 
 
 class BatchSource(Protocol):
@@ -80,7 +82,7 @@ def source_of(data: Any, prepare: Prepare) -> BatchSource:
     if not isinstance(data, Iterable):
         raise PlanError(
             f"data is a {type(data).__name__}: expected a DataLoader, an iterable of batches, or one batch (a dict or "
-            "a tensor)"
+            "a tensor; one that is a tuple stands in a list: [batch])"
         )
     return IterableSource(data, prepare)
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gaff.compat import elements
 from gaff.compat.extras import need
 from gaff.errors import PlanError, RecordError
 from gaff.harvesting.location import SHARDS, TOLD, StoredRows, shard_path
@@ -197,7 +198,7 @@ class RemoteTensor:
         for block in places.unique().tolist():
             here = (places == block).nonzero().flatten()
             start = self._ends[block] - self._written.blocks[block][0]
-            found[here] = self._block(block)[numbers[here] - start]
+            elements.signed(found)[here] = elements.signed(self._block(block))[numbers[here] - start]
         return found
 
     def check(self) -> None:

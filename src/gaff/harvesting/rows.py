@@ -157,7 +157,9 @@ def _as_mask(found: Any, what: str) -> Tensor:
 
 def _as_tensor(name: str, values: Any) -> Tensor:
     try:
-        return torch.as_tensor(values, device="cpu")
+        found = torch.as_tensor(values, device="cpu")
+        is_of_python = found.is_floating_point() and not hasattr(values, "dtype")  # whose numbers have 64 bits
+        return torch.as_tensor(values, dtype=torch.float64, device="cpu") if is_of_python else found
     except (TypeError, ValueError, RuntimeError):
         raise PlanError(
             f"label {name!r} holds {values!r:.40}: expected numbers; texts are found by the number of their sample"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from gaff.errors import PlanError
@@ -33,16 +34,27 @@ def table_loader(table: Any, batch: int) -> DataLoader[Any]:
         raise PlanError(f"data has the parts {', '.join(map(str, table))}: expected one of them, such as data['train']")
     if not hasattr(table, "__len__"):
         raise PlanError(f"data is a {type(table).__name__}, which is streamed: expected one with a length, or batches")
-    if _TOKENS not in table.column_names:
+    has_transform = table.format["type"] == "custom"  # what set_transform makes of samples is what there is
+    table = table if has_transform else table.with_format(None)
+    columns = list(table[0]) if has_transform and len(table) else table.column_names
+    if _TOKENS not in columns:
         raise PlanError(
-            f"the data set has the columns {', '.join(table.column_names)} and no {_TOKENS!r}: expected one that a "
-            "tokenizer has gone over, or a DataLoader"
+            f"the data set has the columns {', '.join(columns)} and no {_TOKENS!r}: expected one that a tokenizer has "
+            "gone over, or a DataLoader"
         )
-    table = table.with_format(None)
-    lengths = [len(one) for one in table[_TOKENS]]
+    samples = (table[number][_TOKENS] for number in range(len(table))) if has_transform else table[_TOKENS]
+    lengths = [len(one) for one in samples]
     if 0 in lengths:
         raise PlanError(f"sample {lengths.index(0)} of the data set has no token: expected one or more in each")
-    return DataLoader(table, batch_sampler=by_length(lengths, batch), collate_fn=_padded)
+    collate = partial(_padded, {} if has_transform else _short_floats(table.features))
+    return DataLoader(table, batch_sampler=by_length(lengths, batch), collate_fn=collate)
+
+
+def _short_floats(features: Any) -> dict[str, torch.dtype]:
+    """The columns whose floating numbers have less than 64 bits, with their type in torch."""
+    kinds = {name: getattr(getattr(one, "feature", one), "dtype", "") for name, one in features.items()}
+    known = {"float32": torch.float32, "float16": torch.float16}
+    return {name: known[kind] for name, kind in kinds.items() if kind in known}
 
 
 def tokens_of(known: tuple[str, ...], batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -79,26 +91,42 @@ class OnDemand(Dataset[Any]):
         return self._make(self._things[number])
 
 
-def _padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Sequences as ``[samples, positions]`` with zeros behind them, and numbers as ``[samples]``."""
+def _padded(types: Mapping[str, torch.dtype], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Sequences as ``[samples, positions]`` with zeros behind them, and numbers as ``[samples]``.
+
+    Floating numbers have 64 bits, as Python's have, but for the columns of ``types``.
+    """
+    samples = [{name: _listed(value) for name, value in one.items()} for one in samples]
     sizes = [len(one[_TOKENS]) for one in samples]
     found: dict[str, Tensor] = {}
     for name in samples[0]:
-        values = [one[name] for one in samples]
+        values: list[Any] = [one.get(name) for one in samples]
+        tensors: list[Tensor | None] = []
         if all(isinstance(one, (bool, int, float)) for one in values):
-            found[name] = torch.tensor(values, device="cpu")
+            tensors = [_numbers(values)]
         elif all(isinstance(one, list) for one in values) and [len(one) for one in values] == sizes:
-            tensors = [_numbers(one) for one in values]
-            if all(one is not None and one.dim() == 1 for one in tensors):
-                found[name] = torch.nn.utils.rnn.pad_sequence([one for one in tensors if one is not None], True)
+            tensors = list(map(_numbers, values))
+        known = [one for one in tensors if one is not None and one.dim() == 1]
+        if not known or len(known) != len(tensors):
+            continue
+        made = pad_sequence(known, True) if isinstance(values[0], list) else known[0]
+        found[name] = made.to(types[name]) if name in types and made.is_floating_point() else made
     if _MASK not in found:
         found[_MASK] = (torch.arange(max(sizes), device="cpu") < torch.tensor(sizes, device="cpu").unsqueeze(1)).long()
     return found
 
 
+def _listed(value: Any) -> Any:
+    """Tensors and arrays as lists of numbers; anything else is left as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _numbers(values: list[Any]) -> Tensor | None:
-    """A list of numbers as a tensor; None for any other list."""
-    try:
-        return torch.tensor(values, device="cpu")
-    except (TypeError, ValueError):
-        return None
+    """A list of numbers as a tensor, integers above those of 64 bits with a sign as unsigned; None for any other."""
+    for dtype in (None, torch.uint64):
+        try:
+            found = torch.tensor(values, dtype=dtype, device="cpu")
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            continue
+        return torch.tensor(values, dtype=torch.float64, device="cpu") if found.is_floating_point() else found
+    return None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gaff.compat import elements
 from gaff.errors import PlanError, RecordError, SiteError
 from gaff.harvesting import manifest
 from gaff.harvesting.folder import location_of
@@ -84,7 +85,8 @@ class Column:
         found = torch.empty((len(wanted), *self.shape[1:]), dtype=self.dtype, device="cpu")
         for part in place.unique().tolist():
             here = (place == part).nonzero().flatten()
-            found[here] = self._parts[part].gather(wanted[here] - (self._ends[part - 1] if part else 0))
+            rows = self._parts[part].gather(wanted[here] - (self._ends[part - 1] if part else 0))
+            elements.signed(found)[here] = elements.signed(rows)
         return found
 
     def check(self) -> Iterator[str]:

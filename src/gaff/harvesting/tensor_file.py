@@ -177,7 +177,8 @@ class StoredTensor:
             ends = torch.tensor(self._ends, device="cpu")
             for block in torch.bucketize(numbers, ends, right=True).unique().tolist():
                 self._check_block(block)
-        return self._mapped().index_select(0, numbers)
+        mapped = self._mapped()
+        return elements.signed(mapped).index_select(0, numbers).view(mapped.dtype)
 
     def check(self) -> None:
         """Read the whole file and compare it with its header and checksums. Raises RecordError."""

@@ -88,8 +88,8 @@ def _check(model: nn.Module, plan: Plan, loss: Loss | None, norms: Norms | None)
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put all modules into evaluation mode, and back into that of each of them."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
+        model.eval()
         yield
     finally:
         for module, mode in modes:
@@ -143,9 +143,9 @@ def _with_backward(model: nn.Module, parameters: set[Tensor], loss: Loss, given:
 def _kept_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Put away ``.grad`` of some leaves meanwhile."""
     before = [(one, one.grad) for one in leaves]
-    for one, _ in before:
-        one.grad = None
     try:
+        for one, _ in before:
+            one.grad = None
         yield
     finally:
         for one, gradient in before:

@@ -6,11 +6,16 @@ it.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple
 from os import PathLike
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from gaff.compat import extras
 from gaff.compat.files import replacing
@@ -59,7 +64,9 @@ def write(
         for stream in streams
     ]  # fmt: skip
     told = {"format": FORMAT, "sites": rows, "receipt": {**asdict(receipt), "optional": sorted(receipt.optional)}}
-    metadata = {"gaff": __version__, "model": model, "gaff_capture": json.dumps(told)}
+    text = json.dumps(told)
+    metadata = {"gaff": __version__, "model": model, "gaff_capture": text}
+    metadata["gaff_checksum"] = checksum_of(text, packing.tensors)
     if len(metadata["gaff_capture"]) + sum(len(name) + 120 for name in packing.tensors) > _MOST_HEADER:
         raise PlanError(f"{len(packing.tensors)} tensors are too many for one file: keep fewer events, as by last=")
     try:
@@ -67,6 +74,17 @@ def write(
             package.save_file(packing.tensors, str(made), metadata=metadata)
     except (OSError, failure) as error:
         raise RecordError(f"{str(path)!r} cannot be written: {error}") from error
+
+
+def checksum_of(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """A checksum (CRC-32, eight digits) of the text of a saved capture and of the elements of its tensors."""
+    crc = zlib.crc32(text.encode())
+    for name in sorted(tensors):
+        plain = tensors[name].contiguous().reshape(-1).view(torch.uint8)
+        crc = zlib.crc32(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode(), crc)
+        memory = (ctypes.c_char * plain.numel()).from_address(plain.data_ptr()) if plain.numel() else b""
+        crc = zlib.crc32(memory, crc)
+    return f"{crc:08x}"
 
 
 def _events(stream: ReadSite, packing: Packing) -> list[Any]:

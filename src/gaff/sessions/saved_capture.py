@@ -16,7 +16,7 @@ from torch import nn
 
 from gaff.address.grammar import PORTS, Pattern, Site, parse_site
 from gaff.errors import RecordError, SiteError
-from gaff.sessions.capture_files import FORMAT, library, write
+from gaff.sessions.capture_files import FORMAT, checksum_of, library, write
 from gaff.sessions.readable import Captured
 from gaff.sessions.reading import Reading, Streams
 from gaff.sessions.receipt import Receipt, ReceiptRow
@@ -123,6 +123,8 @@ def read(path: Path) -> SavedCapture:
             told = file.metadata() or {}
             # cloned, so that they lie in memory as torch lays them: products of others are rounded differently
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # no dict
+        if told["gaff_checksum"] != checksum_of(told["gaff_capture"], tensors):
+            raise ValueError("its checksum is another: it was damaged")
         data = json.loads(told["gaff_capture"])
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']!r}, expected {FORMAT}")

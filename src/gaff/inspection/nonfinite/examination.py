@@ -295,8 +295,11 @@ class Examination:
                 session.close()
             self.notes += session.notes
             self._sink(output)
-            returns_none = not any(can_hold(tensor) for _, tensor in iter_tensors(output))
-            if returns_none and not len(self._trail) and self._now.outside is not None:
+            if (
+                not any(can_hold(tensor) for _, tensor in iter_tensors(output))
+                and not len(self._trail)
+                and self._now.outside is not None
+            ):
                 self._sinks.append(self._now.outside)  # read out: the step neither returned it nor sent it backward
             report = self._first or self._report()
             return report if report else self._look_after(around, report)
