@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gaff
-from gaff.cli import COMMANDS, export, main, parser_of, tensors
+from gaff.cli import COMMANDS, export, inputs, main, parser_of, tensors
+from gaff.cli.models import Loaded
 
 DIGITS = "examples/digits.py:model"
 IMAGE = "examples/digits.py:image"
@@ -682,3 +683,199 @@ def test_nan_of_a_script_that_fails_tells_its_traceback_alone(capsys, tmp_path):
     told = capsys.readouterr().err
     assert "KeyError: 'x'" in told
     assert "runpy" not in told
+
+
+LOUD = """
+import math
+import torch
+from torch import nn
+
+print("a banner, at import")
+
+
+class Loud(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 2)
+
+    def forward(self, x):
+        print("a word from the forward")
+        return self.lin(x)
+
+
+class Odd(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.lin, self.make = nn.Linear(3, 3), make
+
+    def forward(self, x):
+        return self.make(self.lin(x))
+
+
+class Apart(nn.Module):
+    def forward(self, x, y):
+        return (x - y).abs().sum().sqrt()
+
+
+model = Loud()
+torch.manual_seed(0)
+phase = Odd(lambda y: torch.complex(torch.ones_like(y), y))
+broken = Odd(lambda y: torch.full_like(y, math.nan))
+nothing = Odd(lambda y: y * 0)
+endless = Odd(lambda y: y / 0)
+apart = Apart()
+"""
+
+
+@pytest.fixture
+def loud(tmp_path):
+    (tmp_path / "loud.py").write_text(LOUD)
+    return f"{tmp_path / 'loud.py'}:"
+
+
+def outcome(*words, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "gaff", *words], capture_output=True, text=True, check=False, timeout=120, **options
+    )
+
+
+@pytest.mark.parametrize("words", [["trace"], ["take", "lin"], ["sites"], ["anatomy"], ["nan"]], ids=lambda one: one[0])
+def test_data_stands_alone_whatever_a_model_prints(words, loud, tmp_path):
+    given = ["--input", "randn:2x3"] if words[0] in ("take", "sites") else ["randn:2x3"]
+    more = [*words[1:], *given]
+    command = (
+        [words[0], "--json", loud + "model", *more]
+        if words[0] == "nan"
+        else [words[0], loud + "model", *more, "--json"]
+    )
+    found = outcome(*command)
+    json.loads(found.stdout)
+    assert "a word from the forward" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "changed", "delta"),
+    [
+        ("phase", 2.0, "6/6", 0.1),
+        ("broken", 2.0, "0/6", 0.0),
+        ("nothing", 2.0, "0/6", 0.0),
+        ("endless", 2.0, "0/6", 0.0),
+    ],
+)
+def test_apply_tells_what_differs_of_any_output(name, factor, changed, delta, loud, tmp_path, capsys):
+    gaff.Plan.edit({"lin": gaff.edits.scale(factor)}).save(tmp_path / "p.json")
+    code, out, _ = run(capsys, "apply", str(tmp_path / "p.json"), loud + name, "randn:2x3", "--json")
+    assert code == 0
+    told = json.loads(out)["outputs"][0]
+    assert told["changed"] == changed
+    assert float(told["delta"]) >= delta
+    assert delta or float(told["delta"]) == 0
+
+
+def test_numbers_that_are_not_finite_are_objects_in_data(loud, tmp_path):
+    found = outcome("anatomy", loud + "endless", "randn:2x3", "--json")
+    json.loads(found.stdout, parse_constant=lambda word: pytest.fail(word))
+
+
+def test_random_inputs_differ_from_one_another_and_come_again(loud, capsys):
+    code, out, _ = run(capsys, "nan", loud + "apart", "randn:2x8", "randn:2x8")
+    assert (code, "no NaN or inf" in out) == (0, True)
+    _, first, _ = run(capsys, "trace", loud + "apart", "randn:2x8", "randn:2x8", "--json", "--no-flops")
+    _, second, _ = run(capsys, "trace", loud + "apart", "randn:2x8", "randn:2x8", "--json", "--no-flops")
+    assert json.loads(first)["rows"][0]["statistics"] == json.loads(second)["rows"][0]["statistics"]
+    code, _, err = run(capsys, "trace", loud + "model", "randn:2x3:7")
+    assert (code, "'randn:2x3:7' has no shape" in err) == (1, True)
+
+
+def test_an_image_of_16_bits_is_not_cut_off(tmp_path, loud, capsys):
+    pixels = numpy.linspace(0, 65535, 64, dtype="uint16").reshape(8, 8)
+    Image.fromarray(pixels).save(tmp_path / "deep.png")
+    found = inputs.load_inputs([str(tmp_path / "deep.png")], Loaded(nn.Identity()))[0][0]
+    torch.testing.assert_close(found, torch.from_numpy(pixels.astype("float32") / 65535).expand(1, 3, 8, 8))
+
+
+def test_a_model_file_that_reads_arguments_when_it_is_imported(tmp_path, capsys):
+    text = "import argparse\nfrom torch import nn\noptions = argparse.ArgumentParser(){}.parse_args()\nmodel = nn.Linear(3, 2)\n"
+    (tmp_path / "reads.py").write_text(text.format(""))
+    code, out, _ = run(capsys, "trace", f"{tmp_path / 'reads.py'}:model", "randn:2x3")
+    assert (code, "Linear on cpu" in out) == (0, True)
+    (tmp_path / "wants.py").write_text("import sys\nsys.exit(4)\n")
+    code, _, err = run(capsys, "trace", f"{tmp_path / 'wants.py'}:model", "randn:2x3")
+    assert (code, "ended with exit code 4 while it was imported" in err) == (1, True)
+
+
+@pytest.mark.parametrize("command", ["trace", "diff"])
+def test_a_page_has_the_ending_of_one(command, tmp_path, capsys):
+    words = [DIGITS, IMAGE] if command == "trace" else ["a.json", "b.json"]
+    code, _, err = run(capsys, command, *words, "--html", str(tmp_path / "page.txt"))
+    assert (code, "expected a name that ends in .html" in err) == (1, True)
+
+
+def test_what_was_found_is_the_exit_code_though_the_reader_has_gone(tmp_path, loud):
+    for name in ("model", "nothing"):
+        outcome("trace", loud + name, "randn:2x3", "--out", str(tmp_path / f"{name}.json"))
+    words = [
+        sys.executable,
+        "-m",
+        "gaff",
+        "diff",
+        str(tmp_path / "model.json"),
+        str(tmp_path / "nothing.json"),
+        "--json",
+    ]
+    for _ in range(3):
+        found = subprocess.run(["bash", "-c", f"set -o pipefail; {shlex.join(words)} | true"], check=False, timeout=120)
+        assert found.returncode == 3
+
+
+STEPS = """
+import os, sys, torch
+from torch import nn
+{before}
+layer = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    {loss}.backward()
+    optimizer.step()
+{after}
+"""
+BAD = "(layer(torch.ones(4, 2)) * 0).log().sum()"
+
+
+def test_a_script_that_changes_its_folder_is_run_again_all_the_same(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "train.py").write_text(STEPS.format(before="os.chdir('data')", loss=BAD, after=""))
+    found = outcome("nan", "--again", "train.py", cwd=tmp_path)
+    assert (found.returncode, "log of 0" in found.stdout) == (3, True)
+
+
+def test_a_script_that_cannot_run_twice_keeps_what_was_found(tmp_path):
+    before = "import multiprocessing\nmultiprocessing.set_start_method('spawn')"
+    (tmp_path / "train.py").write_text(STEPS.format(before=before, loss=BAD, after=""))
+    found = outcome("nan", "--again", "train.py", cwd=tmp_path)
+    assert (found.returncode, "could not be run once more: RuntimeError: context has" in found.stdout) == (3, True)
+
+
+def test_a_module_of_a_package_is_run_as_python_runs_it(tmp_path):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("")
+    (tmp_path / "pkg" / "net.py").write_text("SCALE = 0\n")
+    text = STEPS.format(
+        before="from .net import SCALE\nprint(sys.argv[1:])", loss=BAD.replace("* 0", "* SCALE"), after=""
+    )
+    (tmp_path / "pkg" / "train.py").write_text(text)
+    found = outcome("nan", "-m", "pkg.train", "--epochs", "3", cwd=tmp_path)
+    assert (found.returncode, "['--epochs', '3']" in found.stdout) == (3, True)
+
+
+def test_a_script_that_fails_with_the_code_of_a_find_says_that_nothing_was_found(tmp_path):
+    (tmp_path / "train.py").write_text(
+        STEPS.format(before="", loss="layer(torch.ones(4, 2)).sum()", after="sys.exit(3)")
+    )
+    found = outcome("nan", "train.py", cwd=tmp_path)
+    assert found.returncode == 3
+    assert "the script ended with exit code 3, and no NaN or inf was found before" in found.stderr
+    found = outcome("nan", "--allow", "zz/log#0", "train.py", cwd=tmp_path)
+    assert found.returncode == 1
+    assert "Traceback" not in found.stderr

@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import select
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TextIO
+from typing import Protocol
 
 from gaff.cli import (
     anatomy,
@@ -36,7 +35,7 @@ from gaff.cli import (
 )
 from gaff.cli.options import columns_of
 from gaff.cli.parser import Parser, did_you_mean
-from gaff.cli.printing import terminal_width
+from gaff.cli.printing import data_alone, is_unread, terminal_width
 from gaff.errors import GaffError
 from gaff.training.watch.settings import to_stderr
 from gaff.version import __version__
@@ -129,8 +128,10 @@ def _run(command: Command, options: argparse.Namespace) -> int:
     """The exit code: that of the command, 0 where the reader of a pipe has seen enough, 130 after Ctrl-C, else 1."""
     if isinstance(sys.stdout, io.TextIOWrapper) and command is not nan:  # which runs a script of the user's in here
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that its encoding does not have
+    is_data = command is not watch and bool(getattr(options, "json", False) or getattr(options, "plain", False))
+    code = 0
     try:
-        with fitting(terminal_width(), columns_of(options)) as tables:
+        with fitting(terminal_width(), columns_of(options)) as tables, data_alone(is_asked=is_data):
             code = command.run(options)
         if tables.complaint:
             to_stderr(f"gaff: {tables.complaint}")
@@ -139,11 +140,11 @@ def _run(command: Command, options: argparse.Namespace) -> int:
             sys.stdout.flush()
         return code
     except BrokenPipeError as error:
-        if sys.stdout is None or not _is_unread(sys.stdout):  # of somebody's code, in another pipe
+        if sys.stdout is None or not is_unread(sys.stdout):  # of somebody's code, in another pipe
             to_stderr(_one_line(error))
             return 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return code
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # whatever a model or a file does, the user gets one line
@@ -151,13 +152,6 @@ def _run(command: Command, options: argparse.Namespace) -> int:
             raise
         to_stderr(_one_line(error))
         return 1
-
-
-def _is_unread(stream: TextIO) -> bool:
-    """Whether the reader of a pipe, such as head, has seen enough and gone."""
-    asked = select.poll()
-    asked.register(stream.fileno(), 0)
-    return bool(asked.poll(0))
 
 
 def _one_line(error: Exception) -> str:

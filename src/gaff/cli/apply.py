@@ -7,6 +7,7 @@ leaves anything on the model.
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING, Any
 
 from gaff.cli.options import add_backward, add_inputs, add_model, add_table, add_tensor_file, check_tensor_file
@@ -103,11 +104,19 @@ def _print(options: argparse.Namespace, plan: Plan, receipt: Receipt, rows: list
 
 
 def _difference(edited: Tensor, bare: Tensor | None) -> tuple[str, str]:
-    """How many elements differ from the bare run's, and the norm of the difference relative to the bare output's."""
+    """How many elements differ from the bare run's, and the norm of the difference relative to the bare output's.
+
+    A NaN is the same as one in its place; the norm of the bare output is that of its finite elements.
+    """
+    import torch
     from torch.linalg import vector_norm
 
     if bare is None or bare.shape != edited.shape:
         return "another shape", ""
-    changed = int((edited != bare).sum())
-    difference = vector_norm(edited.double() - bare.double())
-    return f"{changed}/{edited.numel()}", f"{float(difference / vector_norm(bare.double())):.3g}"
+    is_same = (edited == bare) | (edited.isnan() & bare.isnan())
+    wide = torch.complex128 if edited.is_complex() or bare.is_complex() else torch.float64
+    before, after = (one.to(wide) for one in (bare, edited))
+    difference = float(vector_norm(torch.where(is_same, 0, after - before)))
+    size = float(vector_norm(torch.where(before.isfinite(), before, 0)))
+    delta = difference / size if size else math.inf if difference else 0.0
+    return f"{edited.numel() - int(is_same.sum())}/{edited.numel()}", f"{delta:.3g}"

@@ -37,18 +37,18 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compare, and print where they part; exit code 3 where they do."""
-    from gaff.cli.printing import show
-    from gaff.cli.report import need_numpy
+    from gaff.cli.printing import print_text, show
+    from gaff.cli.report import need_page
     from gaff.inspection.diff.compare import diff
     from gaff.views.text import printable
 
     if options.html:
-        need_numpy("--html")
+        need_page("--html", options.html)
     pairs = dict(one.split("=", 1) for one in options.pair if "=" in one)
     if len(pairs) < len(options.pair):
         raise PlanError(f"--pair {', '.join(options.pair)}: expected A=B, each A once, such as encoder.layer=blocks")
     found = diff(options.a, options.b, tolerance=options.tolerance, pairs=pairs)
     if options.html:
         found.save(options.html)
-    (print if options.json else show)(found.to_json() if options.json else printable(str(found)))
+    (print_text if options.json else show)(found.to_json() if options.json else printable(str(found)))
     return 3 if found else 0

@@ -38,8 +38,8 @@ def load_inputs(specs: Sequence[str], loaded: Loaded) -> Call:
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for spec in specs:
-        more_args, more_kwargs = _read(spec, loaded)
+    for number, spec in enumerate(specs):
+        more_args, more_kwargs = _read(spec, loaded, number)
         args += more_args
         if twice := sorted(kwargs.keys() & more_kwargs.keys()):
             raise PlanError(f"input {spec!r} gives {twice[0]} once more: expected one, since the model is called once; "
@@ -50,10 +50,10 @@ def load_inputs(specs: Sequence[str], loaded: Loaded) -> Call:
     return moved
 
 
-def _read(spec: str, loaded: Loaded) -> Call:
-    """One input; what a library says of a file that it cannot read becomes a PlanError with the file's name."""
+def _read(spec: str, loaded: Loaded, number: int) -> Call:
+    """The input of this number; what a library says of a file that it cannot read becomes a PlanError with its name."""
     try:
-        return _load(spec, loaded)
+        return _load(spec, loaded, number)
     except PlanError:
         raise
     except Exception as error:
@@ -62,12 +62,12 @@ def _read(spec: str, loaded: Loaded) -> Call:
         raise PlanError(f"input {spec!r} cannot be read: {error or type(error).__name__}") from error
 
 
-def _load(spec: str, loaded: Loaded) -> Call:
+def _load(spec: str, loaded: Loaded, number: int) -> Call:
     """One input by its form: the name of a maker, the ending of a file, a name in a file, else a text."""
     maker, _, rest = spec.partition(":")
     suffix = Path(spec).suffix.lower()
     if maker in _MAKERS:
-        return (_made(spec, maker, rest),), {}
+        return (_made(spec, maker, rest, number),), {}
     if suffix in _IMAGES:
         return _image(spec, loaded)
     if suffix == ".npy":
@@ -87,16 +87,17 @@ def _load(spec: str, loaded: Loaded) -> Call:
     )
 
 
-def _made(spec: str, maker: str, rest: str) -> Tensor:
-    """A tensor of the shape that was asked for; random ones are the same each time."""
+def _made(spec: str, maker: str, rest: str, seed: int) -> Tensor:
+    """A tensor of the shape that was asked for; random ones are the same each time, and others for each input."""
     sizes, _, high = rest.partition(":")
     parts = sizes.split("x")
-    if not all(part.isdigit() for part in parts) or (high and not high.isdigit()):
+    is_high = not high or (high.isdigit() and maker == "randint")
+    if not all(part.isdigit() for part in parts) or not is_high:
         raise PlanError(
             f"input {spec!r} has no shape: expected {maker}:1x3x224x224" + (":100" if maker == "randint" else "")
         )
     shape = [int(part) for part in parts]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     if maker == "randn":
         return torch.randn(shape, generator=generator, device="cpu")
     if maker == "randint":
@@ -107,7 +108,18 @@ def _made(spec: str, maker: str, rest: str) -> Tensor:
 def _image(spec: str, loaded: Loaded) -> Call:
     """An image as the model wants it: by its own preparation, its folder's, or plainly as numbers from 0 to 1."""
     what = f"input {spec!r}"
-    image = need("PIL.Image", "images", for_=what).open(_file(spec)).convert("RGB")
+    pillow = need("PIL.Image", "images", for_=what)
+    image = pillow.open(_file(spec))
+    if image.mode == "F":
+        raise PlanError(
+            f"{what} holds floating numbers, whose white nothing tells: expected one of whole numbers, or .npy"
+        )
+    if image.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
+        pixels = torch.from_numpy(need("numpy", "images", for_=what).array(image).astype("float32")) / 65535
+        if loaded.image is None and loaded.folder is None:
+            return (pixels.expand(1, 3, *pixels.shape).clone(),), {}
+        image = pillow.fromarray((pixels * 255).round().to(torch.uint8).numpy())
+    image = image.convert("RGB")
     if loaded.image is not None:
         return (loaded.image(image),), {}
     if loaded.folder is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -245,7 +246,7 @@ def _tell(folder: Path, *, quiet: bool, plain: bool) -> None:
         with suppress(OSError, ValueError):  # nobody reads it, or not these characters
             with fitting(terminal_width(sys.stderr)):
                 text = run_text.report(record, plain=plain, brief=True)
-            told = printable(f"{text}\ngaff report {folder} tells more of each finding")
+            told = printable(f"{text}\ngaff report {shlex.quote(str(folder))} tells more of each finding")
             print(told, file=sys.stderr, flush=True) if plain else show(told, stream=sys.stderr)
 
 

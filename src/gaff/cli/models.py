@@ -87,7 +87,14 @@ def _import_file(path: Path) -> ModuleType:
     module.__file__ = str(path.resolve())
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    words, sys.argv = sys.argv, [str(path)]  # a file that reads its arguments when it is imported has none
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as stop:
+        raise PlanError(f"{str(path)!r} ended with exit code {stop.code} while it was imported: expected a file that "
+                        "runs its program below if __name__ == '__main__'") from stop  # fmt: skip
+    finally:
+        sys.argv = words
     return module
 
 

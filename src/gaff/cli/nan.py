@@ -7,8 +7,6 @@ every model that it calls; a bad step stops it, and is looked at op by op.
 from __future__ import annotations
 
 import argparse
-import sys
-from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from gaff.cli.options import MODEL_HELP, add_table
@@ -27,6 +25,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="...", help="of a model its INPUT; of a script its arguments"
     )
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="run a module, as python -m does: gaff nan -m package.train"
+    )
     parser.add_argument("--loss", metavar="FILE:NAME", help="of a model: a function from the output to a scalar loss")
     parser.add_argument(
         "--allow", action="append", default=[], metavar="SITE", help="an op whose infinite values are meant; repeatable"
@@ -40,14 +41,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Look at one step of the model, or at the whole script; exit code 3 where something was found."""
-    if not options.model.endswith(".py"):
+    if not options.model.endswith(".py") and not options.is_module:
         return _print(_in_model(options), options)
     if options.loss:
         raise PlanError(f"--loss goes with a model: expected no {options.loss!r}, since a script has a loss of its own")
     from gaff.cli.script import examine
 
-    with redirect_stdout(sys.stderr) if options.json or options.plain else nullcontext():  # stdout is the report's
-        report = examine(options.model, options.rest, allow=options.allow, again=options.again)
+    report = examine(options.model, options.rest, allow=options.allow, again=options.again, is_module=options.is_module)
     return _print(report, options)
 
 

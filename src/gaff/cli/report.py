@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     if options.live:
         _check_combination(options)
         return _live(options)
-    from gaff.cli.printing import print_data, show
+    from gaff.cli.printing import print_data, print_text, show
     from gaff.inspection.saved import load
     from gaff.record.run import Record
     from gaff.views import run_text
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     for record in records:
         text = printable(run_text.report(record, plain=options.plain, most=10**6 if options.all else None))
-        (print if options.plain else show)(text)
+        (print_text if options.plain else show)(text)
     return 0
 
 
@@ -92,6 +92,13 @@ def need_numpy(what: str) -> None:
     """Raises PlanError where numpy, which every page needs, is not installed; does not import it."""
     if find_spec("numpy") is None:
         raise PlanError(f"{what} needs the package 'numpy', which is not installed: pip install 'gaff[page]'")
+
+
+def need_page(what: str, path: str) -> None:
+    """Raises PlanError, before anything is run, where ``path`` does not end as a page does, or without numpy."""
+    need_numpy(what)
+    if not path.endswith((".html", ".htm")):
+        raise PlanError(f"{what} {path!r}: expected a name that ends in .html")
 
 
 def _html(records: Sequence[Record], options: argparse.Namespace) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,26 +18,30 @@ from torch import Tensor, nn
 from gaff.api import guard
 from gaff.engine.process.models import RootWatch
 from gaff.engine.process.training_loop import Outer, Told
-from gaff.errors import NonFiniteError, PlanError
+from gaff.errors import NonFiniteError, PlanError, SiteError
 from gaff.inspection.nonfinite.examination import Examination
 from gaff.inspection.nonfinite.provenance import STEP
 from gaff.inspection.nonfinite.ranges import range_of
 from gaff.inspection.nonfinite.report import Report
 from gaff.inspection.nonfinite.unsafe_ops import unsafe_op
 from gaff.training.guard import Guard
+from gaff.training.watch.settings import to_stderr
 from gaff.views.text import counted
 
 _FOR_EVER = 20  # steps that a GradScaler leaves out one after the other, with a loss that was bad before it was scaled
 
 
-def examine(path: str, arguments: Sequence[str], *, allow: Sequence[str], again: bool) -> Report:
+def examine(
+    path: str, arguments: Sequence[str], *, allow: Sequence[str], again: bool, is_module: bool = False
+) -> Report:
     """Run the script at ``path`` with ``arguments``, and return what its guards found.
 
+    With ``is_module`` it is the name of a module, run as ``python -m`` does.
     ``allow``: sites whose infinite values are meant. ``again``: where it began outside of every model, run the script
     once more and look at every op of that step. Raises SystemExit with the script's own code where it failed, and
     PlanError where there was nothing to look at.
     """
-    script = _Script(path, arguments)
+    script = _Script(path, arguments, is_module)
     guards: list[Guard] = []
 
     def open_guard(stack: ExitStack, module: nn.Module) -> None:
@@ -50,6 +55,8 @@ def examine(path: str, arguments: Sequence[str], *, allow: Sequence[str], again:
     except NonFiniteError as error:
         if error.report is None:
             raise
+    except SiteError:  # of what --allow names
+        raise
     except SystemExit as stop:
         code = stop.code
     except Exception as error:  # noqa: BLE001  # of the script itself, told as python would
@@ -61,6 +68,7 @@ def examine(path: str, arguments: Sequence[str], *, allow: Sequence[str], again:
         seen = _finished(found, script, step, again=again)
         return replace(seen, notes=(f"seen after {counted(losses.made, 'optimizer step')}", *seen.notes))
     if code not in (None, 0):
+        to_stderr(f"gaff: the script ended with exit code {code}, and no NaN or inf was found before")
         sys.exit(code)
     if not guards:
         raise PlanError(f"{path!r} called no module of torch: expected a training script; there was nothing to look at")
@@ -144,41 +152,55 @@ def _finished(found: Report, script: _Script, step: int, *, again: bool) -> Repo
     if not again:
         hint = "gaff nan --again runs the script once more and looks at every op of that step, its loss included"
         return replace(found, notes=(*found.notes, hint))
-    seen = _look_again(script, step - is_update)
+    seen, failure = _look_again(script, step - is_update)
+    if failure:
+        return replace(found, notes=(*found.notes, failure))
     return found if seen is None or (is_update and seen.direction == "update") else seen
 
 
-def _look_again(script: _Script, step: int) -> Report | None:
-    """Run the script a second time, with every op outside its models looked at in the step that was bad."""
+def _look_again(script: _Script, step: int) -> tuple[Report | None, str]:
+    """Run the script a second time, with every op outside its models looked at in the step that was bad.
+
+    The second part says why it could not be run, if it could not.
+    """
     examination = Examination(None, (), from_step=step)
     try:
-        return examination.run(script.run) or None
+        return examination.run(script.run) or None, ""
     except NonFiniteError as error:
-        return error.report  # type: ignore[no-any-return]
+        return error.report, ""
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # of a script that cannot run twice in one process
+        return None, f"the script could not be run once more: {type(error).__name__}: {error}".partition("\n")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Script:
-    """A file and its arguments."""
+    """A file, or with ``is_module`` the name of a module as of ``python -m``, and its arguments; run in one folder."""
 
     path: str
     arguments: Sequence[str]
+    is_module: bool = False
+    folder: str = field(default_factory=os.getcwd)
 
     def __post_init__(self) -> None:
         """Raises PlanError where there is no such file."""
-        if not Path(self.path).is_file():
+        if not self.is_module and not Path(self.path).is_file():
             raise PlanError(f"{self.path!r} is no file: expected a training script, or a model as file.py:name")
 
     def run(self) -> None:
         """Run it as ``__main__``; ``sys.argv`` and ``sys.path`` are put back afterwards."""
         with self._as_command():
-            runpy.run_path(str(Path(self.path).absolute()), run_name="__main__")
+            if self.is_module:
+                runpy.run_module(self.path, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(Path(self.path).absolute()), run_name="__main__")
 
     @contextmanager
     def _as_command(self) -> Iterator[None]:
-        """``sys.argv`` and ``sys.path`` as ``python SCRIPT`` has them."""
+        """``sys.argv``, ``sys.path`` and the folder as ``python SCRIPT`` has them, each time that it runs."""
+        os.chdir(self.folder)
         argv, path = sys.argv, sys.path[0]
-        sys.argv, sys.path[0] = [self.path, *self.arguments], str(Path(self.path).resolve().parent)
+        first = self.folder if self.is_module else str(Path(self.path).resolve().parent)
+        sys.argv, sys.path[0] = [self.path, *self.arguments], first
         try:
             yield
         finally:

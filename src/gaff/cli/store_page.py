@@ -52,7 +52,7 @@ def _show(store: Store, options: argparse.Namespace) -> Show | None:
     if not path.is_file():
         raise PlanError(f"--data {options.data!r} is not there: expected the .txt file or the folder of images")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # as they were cut when they were harvested
     except UnicodeDecodeError:
         raise PlanError(f"--data {options.data!r} is no text in UTF-8: expected a text on each line") from None
     return lambda row, labels: lines[labels["sample"]] if labels["sample"] < len(lines) else None

@@ -34,12 +34,12 @@ def run(options: argparse.Namespace) -> int:
     from gaff.api import trace
     from gaff.cli.inputs import load_inputs, need_input
     from gaff.cli.models import load_model
-    from gaff.cli.printing import show
-    from gaff.cli.report import need_numpy
+    from gaff.cli.printing import print_text, show
+    from gaff.cli.report import need_page
     from gaff.cli.tensors import loss_of
 
     if options.html:
-        need_numpy("--html")
+        need_page("--html", options.html)
     loaded = load_model(options.model)
     args, kwargs = load_inputs(options.input, loaded)
     backward: Any = loss_of(options)
@@ -59,9 +59,9 @@ def run(options: argparse.Namespace) -> int:
         if path:
             told.save(path)
     if options.json:
-        print(told.to_json())
+        print_text(told.to_json())
     elif options.tree:
         show(told.tree())
     else:
-        (print if options.plain else show)(told.table(is_plain=options.plain))
+        (print_text if options.plain else show)(told.table(is_plain=options.plain))
     return 0

@@ -66,7 +66,14 @@ def run(options: argparse.Namespace) -> int:
     trials = Trials(command, program, options.out, options.steps, force=options.force)
     _tell(f"each run is the whole command, ended after {options.steps} steps; first it runs as it is")
     code = trials.as_it_is()
-    record = load(trials.folder, "run")
+    try:
+        record = load(trials.folder, "run")
+    except RecordError as error:
+        ended = f"it ended with exit code {code}, and" if code else "it"
+        raise RecordError(
+            f"nothing can be compared: the run as it is has trained no model of torch; {ended} printed last: "
+            f"{trials.output() or 'nothing'}"
+        ) from error
     _need_steps(record, trials, code)
     names = _chosen(record, [one.name for one in asked], everything=options.all)
     _tell(f"as it is: {record.verdict}")

@@ -29,7 +29,7 @@ from gaff.engine.taps import Tap, TensorTap
 from gaff.errors import NeverFiredError, PlanError, SiteError
 from gaff.sessions.budget import Ledger
 from gaff.sessions.exact import Keeper
-from gaff.sessions.kept_site import NO_BACKWARD, NOT_CALLED, REPLACED, KeptSite
+from gaff.sessions.kept_site import NO_BACKWARD, NOT_CALLED, KeptSite
 from gaff.sessions.plan import Plan
 from gaff.sessions.readable import Captured
 from gaff.sessions.reading import Reading, Streams
@@ -184,9 +184,7 @@ class Capture(Captured):
         for inside, name, child, stream in self._places:
             if inside.get(name) is not child:
                 for one in dict.fromkeys((stream, *stream.told)):
-                    one.is_replaced = True
-                    if one.fired:  # else that it never did is told at the end
-                        one.refuse(run, 0, REPLACED)
+                    one.be_replaced(run)
 
     def _report_replaced(self, *, is_quiet: bool) -> None:
         """Say which modules were replaced, or lost their hooks, while the session was open: what came was not seen."""

@@ -107,6 +107,12 @@ class KeptSite:
             if not part.is_whole:
                 self.remark(f"this rank's part of {part}: {more}")
 
+    def be_replaced(self, run: Any) -> None:
+        """A run begins, and the module at this address is another one: what it does in this run is not seen."""
+        self.is_replaced = True
+        if self.fired:  # else that it never did is told at the end
+            self.refuse(run, 0, REPLACED)
+
     def restart(self) -> None:
         """Let go of all events and of what was counted: the capture is opened again."""
         self.records.clear()

@@ -122,6 +122,18 @@ class BadState:
             if has_nonfinite(tensor):
                 self.before[id(tensor)] = before(tensor, site)
 
+    def note_before(self, around: nn.Module, marks: Marks, now: Now, *, is_again: bool) -> None:
+        """Mark parameters and buffers that are bad before the step: what comes of them began there."""
+        for tensor, site in iter_state(around):
+            self.sites.setdefault(id(tensor), site)
+            now.is_spread |= distributed.is_spread(tensor)
+            if has_nonfinite(tensor):
+                is_meant = site.port == "buffer" and is_mask(tensor)
+                self.before[id(tensor)] = before(tensor, site, is_meant=is_meant, is_again=is_again)
+                marks.put(tensor, self.before[id(tensor)])
+            if tensor.grad is not None and has_nonfinite(tensor.grad):
+                self.gradients.add(id(tensor))
+
     def meet_all(self, call: OpCall, given: Iterable[Tensor]) -> None:
         """An op is called: the parameters among the tensors that it is given come by, and statistics that it writes."""
         for tensor in given:
@@ -279,7 +291,7 @@ class Examination:
         around = Step(step, self._model)
         self._producers = Producers(around)
         session = Session(around, list(self._taps(around)))
-        self._note_state(around)
+        self._state.note_before(around, self._marks, self._now, is_again=self._is_again)
         with ExitStack() as closing:
             closing.callback(lambda: self._trail.nodes.close())
             closing.enter_context(
@@ -346,19 +358,6 @@ class Examination:
             yield OpTap(found, self._enter, self._leave, is_again=True)
             if path:
                 yield CallTap(found, partial(self._called, path), self._returned(path))
-
-    def _note_state(self, around: nn.Module) -> None:
-        """Mark parameters and buffers that are bad before the step: what comes of them began there."""
-        for tensor, site in iter_state(around):
-            self._state.sites.setdefault(id(tensor), site)
-            self._now.is_spread |= distributed.is_spread(tensor)
-            if has_nonfinite(tensor):
-                is_meant = site.port == "buffer" and is_mask(tensor)
-                made = before(tensor, site, is_meant=is_meant, is_again=self._is_again)
-                self._marks.put(tensor, made)
-                self._state.before[id(tensor)] = made
-            if tensor.grad is not None and has_nonfinite(tensor.grad):
-                self._state.gradients.add(id(tensor))
 
     def _look(self, tensor: Tensor, site: Site = NOWHERE) -> Made | None:
         """The mark of a tensor that comes in; one that is not known, or whose memory was spoiled, is looked at."""

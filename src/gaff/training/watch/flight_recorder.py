@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import signal
 import threading
 import time
@@ -132,7 +133,7 @@ class FlightRecorder:
         path = self.keep(finding.since, finding.rule, batches)
         if not path:
             return finding
-        again = f"gaff replay {self._out} --model FILE:NAME runs it again"
+        again = f"gaff replay {shlex.quote(str(self._out))} --model FILE:NAME runs it again"
         return replace(finding, evidence={**finding.evidence, "kept": path}, remedy=f"{finding.remedy}; {again}")
 
     def follow_signal(self) -> None:

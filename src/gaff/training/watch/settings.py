@@ -60,8 +60,10 @@ class Settings:
     """
 
     out: Path | None = field(default=None)
-    only: tuple[str, ...] = _option((), "look at these modules only, such as 'layer4.*'", metavar="PATTERN")
-    skip: tuple[str, ...] = _option((), "do not look at these modules", metavar="PATTERN")
+    only: tuple[str, ...] = _option(
+        (), "look at what passes in these modules only, such as 'layer4.*'", metavar="PATTERN"
+    )
+    skip: tuple[str, ...] = _option((), "do not look at what passes in these modules", metavar="PATTERN")
     every: int | None = _option(None, "look at every Nth step, instead of as often as the budget allows", metavar="N")
     budget: float = _option(0.01, "share of the time that looking may take (default: 0.01)", metavar="SHARE")
     rules_off: tuple[str, ...] = _option((), "do not ask this health rule", metavar="RULE")
