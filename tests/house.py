@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 38_700
-MOST_OF_CORE = 13_540
+MOST_LINES = 38_760
+MOST_OF_CORE = 13_560
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

@@ -109,3 +109,24 @@ def remove_all(handles: list[Any]) -> bool:
     for handle in reversed(handles):
         handle.remove()
     return is_whole
+
+
+def take_off(
+    hooks: list[tuple[Node, list[Any]]], kept: list[tuple[Node, list[Any]]], stripped: set[int], *, has_edits: bool
+) -> None:
+    """Remove the hooks of each node, the last first, and take it from ``hooks``, whatever is raised meanwhile.
+
+    Those of edits that a living autograd graph would recompute stay, and go to ``kept``; ``stripped`` gets the
+    identities of modules whose hooks were gone already. A Ctrl-C is raised when none is left.
+    """
+    try:
+        while hooks:
+            node, handles = hooks[-1]
+            if has_edits and node.repeats():
+                kept += [] if kept and kept[-1][0] is node else [(node, handles)]
+            elif not remove_all(handles):
+                stripped.add(id(node.module))
+            hooks.pop()
+    finally:
+        if hooks:
+            take_off(hooks, kept, stripped, has_edits=has_edits)

@@ -25,7 +25,7 @@ from gaff.engine.exported import WHY_EAGER, run_as, trees_of
 from gaff.engine.force_eager import keep_eager
 from gaff.engine.gradients.derivatives import AHEAD, pass_watch
 from gaff.engine.gradients.outer import spare_units
-from gaff.engine.leftovers import Lingering, Release, remove_all
+from gaff.engine.leftovers import Lingering, Release, take_off
 from gaff.engine.modules import install
 from gaff.engine.node import Node
 from gaff.engine.ops.mode import forget
@@ -185,8 +185,11 @@ class Session:
         ExactnessError where edits inside compiled code would still have to act, unless an ``error`` is on its way.
         """
         if self._handles is not None:
-            handles, self._handles = self._handles, None
-            handles.__exit__(type(error) if error is not None else None, error, None)
+            handles = self._handles
+            try:
+                handles.__exit__(type(error) if error is not None else None, error, None)
+            finally:
+                self._handles = None
 
     def _prepare(self) -> Wiring:
         """Make the clock and the wiring; at another opening look around again and let the clock begin anew."""
@@ -247,12 +250,8 @@ class Session:
 
         ``hooks``: each node with the handles of its hooks, in the order in which they were installed.
         """
-        kept = []
-        for node, handles in reversed(hooks):
-            if self._wiring.has_edits and node.repeats():
-                kept.append((node, handles))
-            else:
-                self.released.stripped |= set() if remove_all(handles) else {id(node.module)}
+        kept: list[tuple[Node, list[Any]]] = []
+        take_off(hooks, kept, self.released.stripped, has_edits=self._wiring.has_edits)
         if kept:
             self.lingering = Lingering(kept, is_forced=self._is_forced)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import GRADIENT_PORTS, OUTPUT, Pattern, Site, every_call
 from gaff.address.names import standard_names
-from gaff.address.resolve import Found, by_path, first_name, identity, is_there, need_module, place_of, resolve, unwrap
+from gaff.address.resolve import by_path, first_name, identity, is_there, need_module, resolve, unwrap
 from gaff.compat import distributed
 from gaff.engine.leftovers import STRIPPED
 from gaff.engine.session import Session
@@ -34,6 +34,7 @@ from gaff.sessions.plan import Plan
 from gaff.sessions.readable import Captured
 from gaff.sessions.reading import Reading, Streams
 from gaff.sessions.receipt import Receipt, rows_of
+from gaff.sessions.whereabouts import Whereabouts
 from gaff.views.text import counted
 
 PLAIN = "of plain tensors, and is entered once"
@@ -71,9 +72,7 @@ class Capture(Captured):
         self._found: tuple[int, Streams[KeptSite]] | None = None  # the sites by address, when there were so many
         self._missing: list[str] = []
         self._keepers: list[Keeper] = []
-        self._places: list[Any] = []  # where the modules hung at opening
-        self._around: list[Found] = []  # a site for each chain of modules that leads to some
-        self._inside: list[tuple[Any, list[int]]] = []  # what was in every module of the model at opening
+        self._places: Whereabouts | None = None  # at opening
         self._taps = self._make_taps(model) if model is not None else []
         tensor_taps = [self._make_tensor_tap(name, tensor) for name, tensor in tensors.items()]
         is_traceable = not (options.graph or options.reference)
@@ -88,7 +87,7 @@ class Capture(Captured):
         )
 
     def __enter__(self) -> Capture:
-        """Install the hooks, all or none, and tell the keepers whose memory they must not share.
+        """Install the hooks, all or none.
 
         Where values of DTensors are reduced, all ranks must open the same capture: reducing communicates. Raises
         PlanError where one does not.
@@ -98,21 +97,24 @@ class Capture(Captured):
             distributed.agree(ranks, f"capture {'; '.join(map(str, self._plan.requests))}")
         if self._session.was_opened:
             self._begin_anew()
-        self._session.open()
+        try:
+            self._session.open()
+            self._make_ready()
+        except BaseException:  # a Ctrl-C, too
+            self._session.close()
+            raise
+        return self
+
+    def _make_ready(self) -> None:
+        """The hooks are there: tell the keepers whose memory they must not share, and note where the modules hang."""
         for keeper in self._keepers:
             keeper.meet(self._session.clock, self._model)
             if self._session.is_traced:
                 keeper.copy_all()
         for stream in self._iter_streams() if self._session.is_traced else ():
             stream.copy_all()
-        streams = zip(self._taps, self._by_object.values(), strict=True)
-        if not self._places:
-            self._places = [(*place_of(tap.found), stream) for tap, stream in streams if tap.found.chain]
-            self._around = list({tuple(map(id, tap.found.chain)): tap.found for tap in self._taps}.values())
-            tables = [one._modules for one in self._model.modules()] if self._model is not None else []
-            self._inside = [(table, list(map(id, table.values()))) for table in tables if table]
+        self._places = self._places or Whereabouts(self._model, self._taps, list(self._by_object.values()))
         self._session.clock.at_begin.append(self._look_for_replaced)
-        return self
 
     def _begin_anew(self) -> None:
         """Let go of what was kept; the plan is looked up again unless every module still hangs where it was.
@@ -121,18 +123,12 @@ class Capture(Captured):
         """
         if self._session.is_open or self._by_name:
             raise PlanError(f"this capture is {'open already' if self._session.is_open else PLAIN}: expected a new one")
-        is_same = all(list(map(id, table.values())) == known for table, known in self._inside)
-        if not (self._session.lasting and is_same and self._is_all_there()):
+        if not (self._session.lasting and self._places is not None and self._places.is_as_it_was()):
             return self._set_up(self._model, {})
         self._found = None  # single ops and tensors are found anew
         for stream in self._by_object.values():
             stream.restart()
         self._ledger.held = 0
-
-    def _is_all_there(self) -> bool:
-        """Whether every module that was found is at its place, and all those around it are, too."""
-        hangs = all(inside.get(name) is child for inside, name, child, _ in self._places)
-        return hangs and all(is_there(found) for found in self._around)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -181,15 +177,13 @@ class Capture(Captured):
 
         What such a module does elsewhere must not be told as what is at this address.
         """
-        for inside, name, child, stream in self._places:
-            if inside.get(name) is not child:
-                for one in dict.fromkeys((stream, *stream.told)):
-                    one.be_replaced(run)
+        for one in self._places.replaced() if self._places is not None else ():
+            one.be_replaced(run)
 
     def _report_replaced(self, *, is_quiet: bool) -> None:
         """Say which modules were replaced, or lost their hooks, while the session was open: what came was not seen."""
         stripped = self._session.released.stripped
-        if self._is_all_there() and not stripped:
+        if (self._places is None or self._places.is_all_there()) and not stripped:
             return
         for tap, stream in zip(self._taps, self._by_object.values(), strict=True):
             is_gone = not is_there(tap.found)
