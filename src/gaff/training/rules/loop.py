@@ -295,6 +295,42 @@ def written_back(sample: Sample, past: Past) -> Iterator[Hit]:
         yield Hit(("", ""), f"{told}: weights are written back in between", kept=found["share"])
 
 
+@rule(
+    "schedule_not_stepped",
+    severity="warning",
+    means="the schedule of the learning rate never makes a step: the rate stays where it begins",
+    cause="scheduler.step() is missing in the loop",
+    remedy="scheduler.step() after each epoch, or after each step if the schedule counts steps",
+    least=3,
+    share=0.9,
+)
+def schedule_not_stepped(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The one scheduler of an optimizer has made no step, and a DataLoader of two batches or more has begun its third
+    epoch. Looked for at step 64, and later."""
+    epochs = sample.facts.get("batches", {}).get("begun", 0)
+    for one in sample.facts.get("schedules", ()):
+        if epochs >= 3 and one["made"] <= 0:
+            told = f"the {one['schedule']} has made no step in {epochs - 1} epochs"
+            yield Hit(("", ""), f"{told}: the learning rate stays where it begins", schedule=one["schedule"])
+
+
+@rule(
+    "schedule_over",
+    severity="warning",
+    means="the schedule of the learning rate is stepped beyond its end: the rate rises again, and falls again",
+    cause="T_max counts epochs and the scheduler is stepped after each batch, or T_max is too small",
+    remedy="step the scheduler once an epoch, or set T_max to the number of all steps",
+    least=3,
+    share=0.5,
+)
+def schedule_over(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A CosineAnnealingLR has made more than twice as many steps as its T_max. Looked for at step 64, and later."""
+    for one in sample.facts.get("schedules", ()):
+        if 0 < 2 * one["length"] < one["made"]:
+            told = f"the {one['schedule']} has made {one['made']} steps, and its T_max is {one['length']}"
+            yield Hit(("", ""), f"{told}: the rate goes up and down", made=one["made"], length=one["length"])
+
+
 def _without_gradients(sample: Sample) -> Iterator[tuple[str, list[tuple[Key, Parameter]], int]]:
     """Models that an optimizer steps with gradients that are None or zero throughout, though some passed their modules.
 

@@ -95,7 +95,7 @@ class IdleOptimizers:
 
     def _search(self, needy: dict[int, tuple[Model, Tensor]]) -> Iterator[Idle]:
         """What each optimizer without a step holds of these parameters, by model."""
-        for optimizer in filter(self._may_step, _all_optimizers()):
+        for optimizer in filter(self._may_step, objects_of(torch.optim.Optimizer)):
             held: dict[str, list[Tensor]] = {}
             for _, one in parameters_of(optimizer):
                 if id(one) in needy:
@@ -125,13 +125,13 @@ def _parts(model: Model, parameters: list[Tensor]) -> Iterator[HeldParameter]:
             yield HeldParameter.of(known[0], known[1], one if count < _COMPARED else None)
 
 
-def _all_optimizers() -> list[Any]:
-    """Every optimizer of the process that the garbage collector follows, whoever holds it.
+def objects_of(base: type) -> list[Any]:
+    """Every object of a class, or of one made of it, that the garbage collector follows, whoever holds it.
 
     Types are compared, not instances: an object that stands in for others answers for its class with code of its own.
     """
     kinds: set[type] = set()
-    found: list[type] = [torch.optim.Optimizer]
+    found: list[type] = [base]
     while found:
         kind = found.pop()
         if kind not in kinds:

@@ -21,6 +21,7 @@ from gaff.training.watch.lost_passes import LostPasses
 from gaff.training.watch.models import Models
 from gaff.training.watch.optimizers import Optimizers
 from gaff.training.watch.sampled_step import SampledStep
+from gaff.training.watch.schedules import Schedules
 from gaff.training.watch.step_state import LoopEvent, StepState
 from gaff.training.watch.updates import Clearing, Update
 from gaff.training.watch.written_back import WrittenBack
@@ -42,6 +43,7 @@ class OptimizerSteps:
         self.at = StepState()
         self.optimizers = Optimizers(optimizers, models, is_any=is_any)
         self.idle = IdleOptimizers(models, self.optimizers)
+        self.schedules = Schedules()
         self.clearing = Clearing()
         self.lost = LostPasses()
         self._written = WrittenBack()
@@ -174,7 +176,7 @@ class OptimizerSteps:
         counts = self.optimizers.counts
         new = list(map(step_facts.optimizer, self.optimizers.take_new()))
         return {"optimizers": len(counts), "skipped": self.skipped, "settings": new, "idle": self.idle.facts(step),
-                "lost": self.lost.facts,
+                "lost": self.lost.facts, "schedules": self.schedules.facts(step, counts),
                 "is_raised": any(group.get("maximize") for one in counts for group in one.param_groups),
                 "has_closure": any(one.has_closure for one in self.updates.values()),
                 **ownership.facts(self._models, self.updates.values(), counts, strays)}  # fmt: skip
