@@ -316,7 +316,7 @@ def schedule_not_stepped(sample: Sample, past: Past) -> Iterator[Hit]:
 
 @rule(
     "schedule_over",
-    severity="warning",
+    severity="info",
     means="the schedule of the learning rate is stepped beyond its end: the rate rises again, and falls again",
     cause="T_max counts epochs and the scheduler is stepped after each batch, or T_max is too small",
     remedy="step the scheduler once an epoch, or set T_max to the number of all steps",
