@@ -236,7 +236,8 @@ def sample_norms(
         model: its first input tensor, and the inputs of the layers, have the examples in dimension 0.
         patterns: layers to follow, as ``capture`` takes them; all with trainable parameters when none is given.
         reduction: how the loss sums up the examples; after "mean" norms are multiplied by the batch size, so that
-            they are those of each example's own loss.
+            they are those of each example's own loss. After a mean over tokens, of which examples have different
+            numbers, they are those of each example's share in it, times the batch size.
 
     Exact for Linear, Conv (also transposed), Embedding and norm layers, also where a layer is called several times or
     two share a weight, at the price of some matrix products a layer. Keeps the layers' inputs until it is freed.

@@ -48,7 +48,10 @@ class Part:
             return tensor[tuple(at)]
         chosen = [self.index] if isinstance(self.index, int) else list(self.index)
         if any(not -size <= number < size for number in chosen):
-            raise PlanError(f"index {self.index!r} is outside dimension {self.dim} of shape {tuple(tensor.shape)}")
+            hint = "; dim= says another dimension, such as dim=-1" if self.dim == 1 and tensor.dim() > 2 else ""
+            raise PlanError(
+                f"index {self.index!r} is outside dimension {self.dim} of shape {tuple(tensor.shape)}{hint}"
+            )
         if isinstance(self.index, int):
             return tensor.narrow(self.dim, self.index % size, 1)
         places = _places([number % size for number in chosen], tensor.device)

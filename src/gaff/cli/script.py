@@ -28,6 +28,7 @@ from gaff.training.guard import Guard
 from gaff.training.watch.settings import to_stderr
 from gaff.views.text import counted
 
+_FINE = "what the models returned and the gradients of the step after it are"
 _FOR_EVER = 20  # steps that a GradScaler leaves out one after the other, with a loss that was bad before it was scaled
 
 
@@ -62,7 +63,7 @@ def examine(
     except Exception as error:  # noqa: BLE001  # of the script itself, told as python would
         traceback.print_exception(error.with_traceback(_within(error.__traceback__, path)))
         code = 1
-    found = next((report for one in guards for report in one.reports), losses.report)
+    found = _first(next((report for one in guards for report in one.reports), None), losses.report)
     if found is not None:
         step = losses.step if found is losses.report else max(one.steps for one in guards)
         seen = _finished(found, script, step, again=again)
@@ -74,6 +75,14 @@ def examine(
         raise PlanError(f"{path!r} called no module of torch: expected a training script; there was nothing to look at")
     steps = sum(one.steps for one in guards)
     return Report(False, notes=(f"looked at {counted(len(guards), 'model')}, {counted(steps, 'optimizer step')}",))
+
+
+def _first(guarded: Report | None, of_loss: Report | None) -> Report | None:
+    """What came first of what a guard and what a loss have shown: of a loss that was not finite before its backward
+    pass that, and not what the pass has made of it."""
+    if guarded is None or of_loss is None or (guarded.site, guarded.direction) != (STEP, "backward"):
+        return of_loss if guarded is None else guarded
+    return replace(of_loss, cause=of_loss.cause.replace(_FINE, "what the models returned is"))
 
 
 def _within(trace: TracebackType | None, path: str) -> TracebackType | None:
@@ -116,7 +125,7 @@ class _Losses:
             told = loss if one is scaled else one
             is_number = isinstance(told, Tensor) and told.numel() == 1 and told.is_floating_point()
             if is_number and self.report is None and not told.isfinite().item():
-                cause = "the loss is not finite; what the models returned and the gradients of the step after it are"
+                cause = f"the loss is not finite; {_FINE}"
                 behind = unsafe_op(told) if told.grad_fn is not None else ""
                 cause += f"; between the two, {behind}" if behind else ""
                 self.report = Report(True, STEP, direction="forward", cause=cause, output=range_of(told, "loss"))

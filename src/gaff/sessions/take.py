@@ -344,7 +344,8 @@ def _join(address: str, tensors: list[Tensor]) -> Tensor:
     if len(shapes) > 1:
         raise SiteError(
             f"{address}: its shape differs between batches, {shapes[0]} and {shapes[1]} after the first dimension: "
-            "pad the batches alike, or reduce it, such as reduce=gaff.keep.mean(1)"
+            "pad the batches alike, reduce it, such as reduce=gaff.keep.positions(0) (a mean would take in the "
+            "padding), or keep tokens as rows by gaff.harvest(..., rows='token')"
         )
     return torch.cat(tensors)
 

@@ -171,7 +171,7 @@ def reasons(record: Record) -> list[str]:
     if verdict.remedy:
         lines.append(f"  do: {verdict.remedy}")
     lines += [f"  {why}: {command}" for why, command in next_commands(record)]
-    more = ", ".join(one.name for one in verdict.alternatives)
+    more = ", ".join(dict.fromkeys(one.name for one in verdict.alternatives if one.name != verdict.name))
     return [*lines, f"  also possible: {more}"] if more else lines
 
 

@@ -123,7 +123,8 @@ def not_owned(sample: Sample, past: Past) -> Iterator[Hit]:
     means="no parameter of a model that an optimizer steps gets a gradient: it never changes",
     cause="backward is not called, or the loss does not depend on it: its output is detached, made under no_grad, made "
     "numbers of, or not used",
-    remedy="call loss.backward() ahead of the step; gaff.trace(model, x, backward=...) tells where the graph ends",
+    remedy="look where what the model returns is cut off on its way to the loss (detach, numpy, argmax, no_grad), or "
+    "call loss.backward() ahead of the step; gaff.trace(model, x, backward=...) tells where the graph ends",
     least=3,
     share=0.1,
     hides=("no_gradient", "never_updated", "update_small"),

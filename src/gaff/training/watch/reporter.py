@@ -288,7 +288,8 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
 
     ``guess`` is what guessing gives: of a loss over classes the entropy of the labels where they were seen, else the
     logarithm of the number of classes; of others what the spread of the targets over a batch makes of the loss.
-    ``labels``: how often each class comes, of a few. ``reach``: the least and the largest target of squared and
+    ``labels``: how often each class comes, of a few; of more the guess is by all looks so far (``is_pooled``).
+    ``reach``: the least and the largest target of squared and
     absolute errors.
     """
     plain = {name: one for name, one in told.items() if isinstance(one, (str, int, float, bool, type(None), list))}
@@ -305,7 +306,9 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
         return plain
     by = factor["by"] if factor["loss"] == name else 1.0
     labels = next((one["labels"] for one in told.get("targets", ()) if "labels" in one), None)
-    counted = {"labels": labels} if labels is not None and "classes" in told and "scores" not in told else {}
+    is_counted = "classes" in told and "scores" not in told
+    counted: dict[str, Any] = {"labels": labels} if labels is not None and is_counted else {}
+    counted |= {"is_pooled": True} if labels is None and is_counted else {}
     return {**plain, "guess_of": name, "guess": by * guess, **counted}
 
 

@@ -37,6 +37,7 @@ class SetupFacts:
         heard = FunctionCalls((ATTENTION,), shield.around(self._attention_called), is_after=True)
         self._calls = loss_calls(self._loss_called), heard
         self._targets: list[dict[str, Any]] = []
+        self._labels: dict[tuple[str, int], Tensor] = {}  # how often each class has come, by function and their number
         self._tokens = TokenFacts()
         self._layout = BatchLayout()
         self._latest = self._fingerprint = ""  # of the first batch of the look before, and of this one
@@ -117,7 +118,7 @@ class SetupFacts:
         is_plain = type(target) is Tensor and elements.is_plain(target) and elements.is_readable(target)
         is_wanted = torch.is_grad_enabled() and not target.requires_grad and len(self._targets) < _MOST_TARGETS
         if is_plain and is_wanted:
-            self._targets.append(step_facts.target_of(name, output, target))
+            self._targets.append(step_facts.target_of(name, output, target, self._labels))
             if name in step_facts.OVER_CLASSES:
                 self._tokens.target(target)
                 self._layout.target(target, known)

@@ -64,8 +64,11 @@ def digests(module: nn.Module) -> list[str]:
     return [fingerprint((one,), {}) for one in module.parameters()]
 
 
-def target_of(name: str, output: Any, target: Tensor) -> dict[str, Any]:
-    """What a loss function was given, for the rules: shapes, least and largest target as tensors on its device."""
+def target_of(name: str, output: Any, target: Tensor, seen: dict[tuple[str, int], Tensor]) -> dict[str, Any]:
+    """What a loss function was given, for the rules: shapes, least and largest target as tensors on its device.
+
+    ``seen``: by function and number of classes how often each class has come in all looks; this batch is added.
+    """
     plain = target.detach()
     low, high = plain.aminmax() if plain.numel() and not plain.is_complex() else (0.0, 1.0)
     shape = tuple(getattr(output, "shape", ()))
@@ -84,7 +87,10 @@ def target_of(name: str, output: Any, target: Tensor) -> dict[str, Any]:
     classes = shape[1:2] or shape  # of [batch, classes, ...], or of [classes] alone
     if name in OVER_CLASSES and not plain.is_floating_point() and plain.numel() > 1 and classes:
         counts = _counts(plain.flatten(), classes[0])
-        told["entropy"] = _entropy(counts)
+        before = seen.get((name, classes[0]))
+        pooled = counts if before is None or before.device != counts.device else before + counts
+        seen[name, classes[0]] = pooled
+        told["entropy"] = _entropy(pooled)
         if classes[0] <= _MOST_CLASSES:
             told["labels"] = counts
     if name in _GUESSES and plain.is_floating_point() and plain.dim() and plain.shape[0] >= _LEAST_ROWS:
@@ -128,13 +134,18 @@ def _counts(labels: Tensor, classes: int) -> Tensor:
 
 
 def _entropy(counts: Tensor) -> Tensor:
-    """The entropy of the labels of a batch in nats, of dimension 0, corrected for how few they are (Miller, 1955).
+    """The entropy of labels in nats, of dimension 0, by the counts of some: classes that are rare have not come.
 
-    That is the cross entropy of a model that knows how often each class comes, and nothing else.
+    That is the cross entropy of a model that knows how often each class comes, and nothing else. The estimate is that
+    of Chao and Shen (2003), by the share of all labels whose class has been seen: one less that of classes seen once.
+    Infinite where that share is below a half, and nothing can be said.
     """
     total = counts.sum().clamp(min=1)
-    shares = counts / total
-    return -torch.xlogy(shares, shares).sum() + ((counts > 0).sum() - 1) / (2 * total)
+    coverage = (1 - (counts == 1).sum() / total).clamp(min=0)
+    shares = coverage * counts / total
+    is_seen = 1 - (1 - shares).pow(total)  # how likely a class of this share is to be among them
+    found = -(torch.xlogy(shares, shares) / torch.where(shares > 0, is_seen, 1)).sum()
+    return torch.where(coverage < 0.5, math.inf, found)
 
 
 def _beginning(tensor: Tensor, most: int) -> Tensor:
