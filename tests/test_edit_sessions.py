@@ -1,9 +1,11 @@
 """Sessions of edits: receipts, order, switches, handles, skipped modules, plans as files, messages."""
 
 import copy
+import itertools
 import math
 import pickle
 import warnings
+import weakref
 from collections import OrderedDict
 from contextlib import ExitStack
 
@@ -899,3 +901,88 @@ def test_an_edit_that_writes_into_a_parameter_is_refused_and_leaves_it_as_it_was
     with mode(), gaff.edit(model, {"weight:param": lambda t: t}):
         same = model(torch.ones(1, 2))
     assert torch.equal(same, model(torch.ones(1, 2)))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("ABC")))
+def test_the_total_of_an_input_that_several_edits_change(order):
+    """Each edit makes another tensor of it; what the caller passed is told, and edited, by all."""
+    model, x = nn.Sequential(nn.Identity(), nn.Linear(2, 1, bias=False)), torch.ones(3, 2, requires_grad=True)
+    got = gaff.capture(model, "1:input_grad")
+    made = {
+        "A": gaff.edit(model, {"1:input": lambda value: value * 3}),
+        "B": gaff.edit(model, {"1:input": lambda value: value * 5, "*:input": edits.scale(1.0)}),
+        "C": got,
+    }
+    with ExitStack() as stack:
+        for name in order:
+            stack.enter_context(made[name])
+        model(x).sum().backward()
+    torch.testing.assert_close(got["1:input_grad"], 15 * model[1].weight.expand(3, 2).detach())
+    torch.testing.assert_close(got["1:input_grad"], x.grad)
+
+
+def test_the_input_of_a_second_call_is_not_that_of_the_first():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.d = nn.Dropout().eval()
+
+        def forward(self, x):
+            return self.d(self.d(x))
+
+    model, x = Twice().eval(), torch.ones(1, 3, requires_grad=True)
+    with gaff.edit(model, {"d:input": lambda value: value * 3}), gaff.capture(model, "d:input_grad") as got:
+        model(x).sum().backward()
+    assert [one[0, 0].item() for one in got.all("d:input_grad")] == [9.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("1:grad_output", "1.0:grad_output"), ("2:input_grad", "1.0:grad_output")]
+)
+def test_sessions_act_in_their_order_on_one_tensor_by_whatever_address(first, second):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Tanh())
+    called = []
+    with (
+        gaff.edit(model, {first: lambda value: (called.append("first"), value)[1]}),
+        gaff.edit(model, {second: lambda value: (called.append("second"), value)[1]}),
+    ):
+        model(torch.randn(3, 4)).sum().backward()
+    assert called == ["first", "second"]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("GVC")))
+def test_gradients_are_edited_of_what_all_edits_of_an_output_have_made(order):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Identity())
+    made = {
+        "G": gaff.edit(model, {"0:grad_output": edits.zero()}),
+        "V": gaff.edit(model, {"0": edits.scale(3.0)}),
+        "C": gaff.capture(model, "0:grad_output"),
+    }
+    with ExitStack() as stack:
+        for name in order:
+            stack.enter_context(made[name])
+        model(torch.ones(1, 2)).sum().backward()
+    assert not made["C"]["0:grad_output"].any()
+    assert not model[0].bias.grad.any()
+
+
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_what_a_caller_lets_go_of_is_free_at_once(is_attached):
+    model = nn.Linear(4, 4)
+
+    def evaluated(given):
+        batch = torch.ones(2, 4)
+        gone = weakref.ref(batch)
+        with torch.no_grad():
+            given(batch)
+        del batch
+        return gone() is None
+
+    edit = gaff.edit(model, {":output": edits.scale(2.0)})
+    if is_attached:
+        edit.attach()
+        assert evaluated(model)
+        edit.remove()
+    else:
+        with edit:
+            assert evaluated(model)

@@ -30,7 +30,7 @@ def enclosing_functions() -> list[Any]:
     Only Functions in the classic style, with ``ctx`` as first argument of ``forward``, have a node by then. Those that
     torch makes of compiled code do not count.
     """
-    return [node for node, code in _functions_at(sys._getframe(1)) if _is_forward_of(node, code)]
+    return [node for node, code in _functions_at(sys._getframe(1), "forward") if _is_forward_of(node, code)]
 
 
 def note_functions(run: Any) -> None:
@@ -53,17 +53,19 @@ def recomputing_functions() -> Iterator[Any]:
     return (node for node, _ in _functions_at(sys._getframe(1), "backward"))
 
 
-def _functions_at(frame: FrameType, name: str = "") -> Iterator[tuple[Any, CodeType]]:
+def _functions_at(frame: FrameType, name: str) -> Iterator[tuple[Any, CodeType]]:
     """The nodes of custom Functions that are the first argument of the calls around ``frame``, and whose code runs.
 
-    Of calls of this ``name`` alone, where one is given: to ask for a frame's variables is dear.
+    Of calls of this ``name``, or for "forward" whose first argument is named as a context is: to ask for a frame's
+    variables is dear, and before Python 3.13 keeps them alive until the call ends.
     """
     for one in frames_from(frame):
         code = one.f_code
-        if code.co_argcount and name in ("", code.co_name):
-            first = one.f_locals.get(code.co_varnames[0])
-            if isinstance(first, torch.autograd.function.BackwardCFunction):
-                yield first, code
+        first = code.co_varnames[0] if code.co_argcount else "self"
+        if first != "self" and (name == code.co_name or (name == "forward" and first == "ctx")):
+            node = one.f_locals.get(first)
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                yield node, code
 
 
 def wrap_recomputation(region: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:

@@ -69,7 +69,9 @@ def install(node: Node, handles: list[Any], make: Callable[..., Any] = Hook, *, 
     if side.taps or side.acts or node.mark is not None:
         handles.append(module.register_forward_hook(make(left, node), with_kwargs=True))
         if side.is_edited:
-            _order(module._forward_hooks, lambda hook: hook.func is left and hook.args[0].exit.is_edited, is_last=False)
+            # gradients are edited of what all edits of the output have made
+            for is_first in (_is_edited, _makes_another):
+                _order(module._forward_hooks, partial(_is_left_by, is_first), is_last=False)
             distributed.parallel_first(module)
     if node.has_entry:
         handles.append(module.register_forward_hook(make(ended, node), with_kwargs=True, always_call=always))
@@ -77,6 +79,19 @@ def install(node: Node, handles: list[Any], make: Callable[..., Any] = Hook, *, 
         node.scope.install(handles)
         # first of all: a function mode that somebody else's hook takes away must find itself on top
         _order(module._forward_hooks, lambda hook: type(hook.args[0]) is not Node, is_last=False)
+
+
+def _is_left_by(is_wanted: Callable[[Node], bool], hook: Hook) -> bool:
+    return hook.func is left and is_wanted(hook.args[0])
+
+
+def _is_edited(node: Node) -> bool:
+    return node.exit.is_edited
+
+
+def _makes_another(node: Node) -> bool:
+    """Whether a session edits what the module returns."""
+    return node.exit.is_edited and any(not act.needs_graph for act in node.exit.acts)
 
 
 def _order_entry(module: nn.Module) -> None:

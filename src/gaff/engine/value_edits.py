@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from weakref import ref
 
 from torch import Tensor, nn
 
@@ -17,7 +16,7 @@ from gaff.address.grammar import Key, Site
 from gaff.address.nested import Arguments, describe, dig, first_tensor, iter_tensors, put
 from gaff.compat import autograd
 from gaff.engine.crossing import Crossing
-from gaff.engine.gradients.tensor_hooks import PASSED_IN, place_of
+from gaff.engine.gradients.tensor_hooks import note_passed, place_of
 from gaff.engine.streams import Act, EditStream
 from gaff.errors import PlanError, SiteError
 
@@ -38,7 +37,7 @@ class ValueChange(Act):
     def __init__(self, site: Site, stream: EditStream, module: nn.Module) -> None:
         self._site = site
         self._stream = stream
-        self._place = place_of(site, module) if site.port == "input" else None
+        self._module = module
         self._is_whole = site.call is None and not site.key and site.port == "output"
         self.direct = stream.direct if self._is_whole else None
 
@@ -55,8 +54,8 @@ class ValueChange(Act):
             self._stream.absent(crossing.run, crossing.call, f"there is no tensor in this {site.port}")
             return None
         new = self._stream.change(tensor, crossing)
-        if self._place is not None and new is not tensor and autograd.takes_gradient(new) and not new.is_leaf:
-            PASSED_IN[new] = self._place, ref(tensor)
+        if site.port == "input" and new is not tensor and autograd.takes_gradient(new) and not new.is_leaf:
+            note_passed(new, tensor, place_of(site, self._module, crossing.call))
         try:
             return put(value, key, new)
         except PlanError as error:

@@ -119,7 +119,7 @@ def _symptom(finding: Finding, case: RunCase) -> Claim:
 READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_sign", "broadcast",
          "symmetric_units", "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "wrong_parameters",
          "cleared_before_step", "zero_at_the_step", "never_trained", "never_updated", "clipped_while_scaled",
-         "targets_no_probabilities", "written_back", "gradients_lost", "clipped_too_early", "sees_the_future",
+         "targets_no_probabilities", "written_back", "gradients_lost", "clipped_too_early",
          "loss_holds_the_last", "stepped_again", "stepped_while_scaled", "one_class",
          "kl_of_probabilities", "made_in_forward", "nothing_loaded", "loss_gives_nothing", "examples_alike",
          "mask_inverted")  # fmt: skip
@@ -211,15 +211,17 @@ def trained_by_nobody(case: RunCase) -> Claim | None:
 
 @cause
 def laid_out_wrongly(case: RunCase) -> Claim | None:
-    """A layer that runs along the batch, or attention that sums along another dimension than it normalises.
+    """A layer that runs along the batch, attention that sums along another dimension than it normalises, or a model
+    that sees the tokens which it is to tell.
 
-    Likely: either may be meant, as where examples attend to one another.
+    Likely: each may be meant, as where examples attend to one another.
     """
-    finding = case.found("batch_as_time", "attention_axis")
+    finding = case.found("batch_as_time", "attention_axis", "sees_the_future")
     if finding is None:
         return None
     return Claim(finding.rule, "likely", told_of(finding), (evidence_of(finding),), finding.since, finding.remedy,
-                 ("output_constant", "attention_collapse", "nothing_learned", "update_small"))  # fmt: skip
+                 ("output_constant", "attention_collapse", "nothing_learned", "update_small", "sees_the_future",
+                  "learning_rate_too_high"))  # fmt: skip
 
 
 @cause
@@ -315,7 +317,7 @@ def input_is_lost(case: RunCase) -> Claim | None:
         return None  # the signal is there until units turn it into zeros
     if case.jump is not None or case.rise is not None:
         return None
-    return Claim("input_not_used", "likely", f"what the model returns does not depend on its input: {told_of(finding)}",
+    return Claim("input_not_used", "likely", f"the model does not use its input: {told_of(finding)}",
                  (evidence_of(finding),), finding.since, finding.remedy,
                  ("output_constant", "input_constant", "no_signal", "dead_units", "sparse_gradient", "zero_gradient",
                   "input_scale", "nothing_learned"), ("blind", "one-batch"))  # fmt: skip

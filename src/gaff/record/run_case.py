@@ -166,8 +166,8 @@ class RunCase:
         if is_noise and curve.last <= curve.first:
             return None
         guess = self.guess.get(name, math.inf)
-        is_known = guess < math.inf  # far below guessing nothing is lost yet
+        is_known = 0 < guess < math.inf  # far below guessing nothing is lost yet
         is_far = (0 < 10 * curve.start < peak and (not is_known or peak > 0.5 * guess)) or (
-            peak > 2 * guess + 1 and peak > 2 * curve.start > 0
+            is_known and peak > 2 * guess + 1 and peak > 2 * curve.start > 0
         )
         return (step, peak, curve.start) if is_far else None

@@ -50,7 +50,7 @@ class ShareChange(GradientArm):
             told = f"the same tensor came in {len(places)} times: their shares cannot be told apart"
             whole = replace(self._site, key=())
             self._stream.refuse(crossing.run, crossing.call, f"{told}; {whole} edits what comes by all of them")
-        alias = view_for(INNER, tensor, (*place_of(self._site, self._node.module), places), self)
+        alias = view_for(INNER, tensor, (*place_of(self._site, self._node.module, crossing.call), places), self)
         tensor = INNER[alias].tensor
         edge, since = autograd.grad_edge_node(tensor), autograd.sequence_of(autograd.grad_edge_node(alias)[0])
         share = ArmedShare(self._stream, crossing.run, crossing.call, alias)

@@ -16,7 +16,7 @@ from gaff.engine.gradients.derivatives import outermost_passes
 from gaff.engine.gradients.later import NEEDS_NONE
 from gaff.engine.gradients.pending import BATCHED, NOT_REACHED, Gradients
 from gaff.engine.gradients.sharded import ShardedGradient
-from gaff.engine.gradients.tensor_hooks import let_looks_be_last, on_gradient
+from gaff.engine.gradients.tensor_hooks import on_gradient, take_turn
 from gaff.engine.streams import Stream
 
 SWAPPED = (
@@ -63,6 +63,11 @@ class LeafGradient:
         """Whether its hooks change nothing: they then come after those of edits."""
         return self._gradients.only_looks
 
+    @property
+    def number(self) -> int:
+        """That of its session."""
+        return self._gradients.number
+
     def follow(self, run: Run | None = None) -> None:
         """Hook the tensor that is there now: a parameter may have been replaced, or have come to require grad.
 
@@ -89,7 +94,7 @@ class LeafGradient:
             handle = on_gradient(tensor, self._arrived)
             self._hooked[id(tensor)] = tensor, tensor._cdata, handle
             if not self.only_looks:
-                let_looks_be_last(handle)
+                take_turn(handle, self.number)
             if len(self._hooked) > _MOST_HOOKED:  # others for each run: the first, and the last few, are followed
                 self._hooked.pop(list(self._hooked)[1])[2].remove()
 

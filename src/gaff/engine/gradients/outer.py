@@ -47,7 +47,7 @@ class OuterGradient(GradientArm):
             if refused := _why_no_view(output, (*site.key, *key), tensor, given, self._node.module):
                 stream.refuse(run, call, refused)
                 continue
-            place = *tensor_hooks.place_of(site, self._node.module), site.key, key
+            place = *tensor_hooks.place_of(site, self._node.module, call), site.key, key
             alias = tensor_hooks.view_for(tensor_hooks.OUTER, tensor, place, self)
             try:
                 output = _with_alias(output, (*site.key, *key), tensor, alias)

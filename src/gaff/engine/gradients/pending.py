@@ -7,6 +7,7 @@ closes (``Gradients``).
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Collection
 from functools import partial
@@ -28,14 +29,15 @@ from gaff.engine.gradients.tensor_hooks import (
     OUTER,
     be_first,
     is_at_edge,
-    let_looks_be_last,
     on_gradient,
     original,
+    take_turn,
 )
 from gaff.engine.streams import Stream
 
 NOT_REACHED = "backward ran, but no gradient reached this tensor"
 BEHIND_VIEW = f"{NOT_REACHED}; a pass that ends at the view which :outer_grad gives a module's caller does not"
+_NUMBERS = itertools.count()
 _MOST_PASSES = 4096  # that may be inside one another: each reentrant checkpoint has one of its own
 BATCHED = "this backward pass was batched (is_grads_batched, vectorize=True): its gradients are wrappers"
 
@@ -51,6 +53,7 @@ class Gradients:
 
     def __init__(self, *, has_edits: bool = False) -> None:
         self.is_open = True
+        self.number = next(_NUMBERS)  # in the order in which sessions are opened
         self.has_leaves = has_edits  # somebody asks whose backward pass it is
         self.pass_graph = PassGraph()
         self.has_edges = False
@@ -147,7 +150,7 @@ class Gradients:
         if self.has_edits:
             self._join_chain(tensor, armed)
             if not is_part:
-                let_looks_be_last(armed.handle)
+                take_turn(armed.handle, self.number)
         else:
             armed.handle = on_gradient(tensor, partial(_arrived, self, armed))
             if is_part:

@@ -20,7 +20,7 @@ from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import Armed, ArmedView
 from gaff.engine.gradients.later import NO_GRAD_MODE
 from gaff.engine.gradients.pending import Gradients
-from gaff.engine.gradients.tensor_hooks import PASSED_IN, place_of
+from gaff.engine.gradients.tensor_hooks import passed_in, place_of
 from gaff.engine.node import Node
 from gaff.engine.streams import Act, Stream
 from gaff.errors import SiteError
@@ -169,7 +169,7 @@ class InputGradient(GradientArm):
     def __call__(self, value: Arguments, given: Arguments, crossing: Crossing) -> None:
         run, call = crossing.run, crossing.call
         if self._wants(call):
-            tensor = self._passed_in(value)
+            tensor = self._passed_in(value, call)
             if tensor is None or (run, call) in self._armed_before:
                 return
             if not autograd.takes_gradient(tensor):
@@ -181,16 +181,10 @@ class InputGradient(GradientArm):
             else:  # unless the call turns grad mode on, there is nothing in the run to bring a gradient
                 self._frame(run).notes[self] = tensor, call
 
-    def _passed_in(self, value: Arguments) -> Tensor | None:
+    def _passed_in(self, value: Arguments, call: int) -> Tensor | None:
         """The tensor that the module's caller passed, also where another session's edit has put one in its place."""
         tensor = find_input(value, self._site, self._stream, self._is_exact)
-        place = place_of(self._site, self._node.module)
-        while tensor is not None and PASSED_IN:
-            whose, passed = PASSED_IN.get(tensor, (None, None))
-            if whose != place or (before := passed()) is None:
-                break
-            tensor = before
-        return tensor
+        return None if tensor is None else passed_in(tensor, place_of(self._site, self._node.module, call))
 
     def before_graph(self, value: Arguments, crossing: Crossing) -> None:
         """Hook, in a reentrant checkpoint's first pass, what comes in from outside of it.
@@ -202,7 +196,7 @@ class InputGradient(GradientArm):
         run, call = crossing.run, crossing.call
         before = self._armed_before.get((run, call))
         if self._wants(call) and (before is None or before[1]):
-            tensor = self._passed_in(value)
+            tensor = self._passed_in(value, call)
             if tensor is not None and autograd.takes_gradient(tensor) and not _is_made_inside(tensor):
                 known = self._armed_before
                 if len(known) > 256:

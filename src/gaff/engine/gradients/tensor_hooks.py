@@ -31,7 +31,7 @@ class ShownTensor(NamedTuple):
     """
 
     tensor: Tensor
-    place: object
+    place: tuple[Any, ...]
     users: list[weakref.ref[Any]]
 
 
@@ -42,12 +42,26 @@ INNER: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 PASSED_IN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def place_of(site: Site, module: nn.Module) -> tuple[Any, ...]:
-    """What a stand-in is for: a module, or an op in its forward, the same in every session."""
-    return id(module), site.op, site.op_index
+def place_of(site: Site, module: nn.Module, call: int) -> tuple[Any, ...]:
+    """What a stand-in is for: a call of a module, or of an op in its forward, the same in every session."""
+    return id(module), site.op, site.op_index, call
 
 
-def view_for(known: WeakTensorKeyDictionary, tensor: Tensor, place: object, user: object) -> Tensor:
+def note_passed(new: Tensor, tensor: Tensor, place: tuple[Any, ...]) -> None:
+    """An edit has made ``new`` of an input: note what was passed in, also where ``tensor`` was made by another edit."""
+    PASSED_IN[new] = place, weakref.ref(passed_in(tensor, place))
+
+
+def passed_in(tensor: Tensor, place: tuple[Any, ...]) -> Tensor:
+    """What the caller passed where ``tensor`` comes in, which edits of this call, or views for them, stand in for."""
+    while INNER and (shown := INNER.get(tensor)) is not None and shown.place[: len(place)] == place:
+        tensor = shown.tensor
+    known = PASSED_IN.get(tensor) if PASSED_IN else None
+    before = known[1]() if known is not None and known[0] == place else None
+    return tensor if before is None else before
+
+
+def view_for(known: WeakTensorKeyDictionary, tensor: Tensor, place: tuple[Any, ...], user: object) -> Tensor:
     """A view of ``tensor`` for ``user`` to hook, noted in ``known``; the one that another session's user at the same
     place has made is used again, and is ``tensor`` itself then: so that hooks act in the order in which sessions were
     opened, and not, as on views of views, the last first."""
@@ -109,11 +123,15 @@ def original(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def let_looks_be_last(handle: Any) -> None:
-    """Let those who only look at a tensor's gradient come after all others there: an edit's hook has been set, of which
-    ``handle`` is. They tell then what backward goes on with, whoever came first."""
+def take_turn(handle: Any, session: int) -> None:
+    """The hook of an edit has been set, of which ``handle`` is, by the session of this number: let edits of sessions
+    that were opened later come after it, and those who only look at the gradient after all others, whoever came first:
+    they tell what backward goes on with."""
     hooks = handle.hooks_dict_ref()
-    _put_last(hooks, [number for number, hook in hooks.items() if _only_looks(hook)])
+    later = [(owner.number, number) for number, hook in hooks.items()
+             if not (owner := _owner(hook)).only_looks and owner.number > session]  # fmt: skip
+    _put_last(hooks, [number for _, number in sorted(later)])
+    _put_last(hooks, [number for number, hook in hooks.items() if _owner(hook).only_looks])
 
 
 def be_first(handle: Any) -> None:
@@ -128,10 +146,16 @@ def _put_last(hooks: Any, numbers: list[int]) -> None:
         hooks[number] = hooks.pop(number)
 
 
-def _only_looks(hook: Any) -> bool:
-    """Whether a hook is one of ours that looks: of a session without edits, or of a watch."""
+class _Others:
+    """The owner of hooks that are not ours, or that change nothing and need no turn."""
+
+    only_looks, number = False, -1
+
+
+def _owner(hook: Any) -> Any:
+    """Who has set a hook: something with ``only_looks`` and the ``number`` of its session."""
     owner = hook.args[0] if isinstance(hook, partial) and hook.args else getattr(hook, "__self__", None)
-    return bool(getattr(owner, "only_looks", False))
+    return owner if hasattr(owner, "only_looks") and hasattr(owner, "number") else _Others
 
 
 def keep_gradient(tensor: Tensor, keep: Callable[[Tensor], None]) -> Any:
@@ -146,7 +170,7 @@ def keep_gradient(tensor: Tensor, keep: Callable[[Tensor], None]) -> Any:
 class _Looker:
     """The owner of hooks that keep gradients."""
 
-    only_looks = True
+    only_looks, number = True, -1
 
 
 def _kept(_owner: type[_Looker], keep: Callable[[Tensor], None], gradient: Tensor | None) -> None:

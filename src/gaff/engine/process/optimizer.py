@@ -28,7 +28,7 @@ from gaff.compat import distributed, elements, foreach
 from gaff.compat.compiler import uncompiled
 from gaff.compat.modes import frames_from
 from gaff.engine.gradients.sharded import ShardedGradient
-from gaff.engine.gradients.tensor_hooks import on_gradient
+from gaff.engine.gradients.tensor_hooks import on_gradient, take_turn
 
 _GUARDS: WeakKeyDictionary[Any, WeakSet[StepGuard]] = WeakKeyDictionary()  # open ones, by optimizer
 _TELLS: WeakSet[Any] = WeakSet()  # optimizers whose ``found_inf`` is a guard's, during a step
@@ -90,6 +90,7 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
+_LAST = 1 << 62  # of no session: the hooks of edits stay before it or behind it, as they were set
 _MOST_WRAPPERS = 8
 
 
@@ -272,6 +273,7 @@ class BackwardGuard:
             if parameter.requires_grad and (known is None or known[0]() is not parameter):
                 weak = ref(parameter)
                 handle = on_gradient(parameter, partial(self._arrived, weak))
+                take_turn(handle, _LAST)
                 self._handles[id(parameter)] = weak, handle
                 new.append(parameter)
         return new

@@ -27,12 +27,11 @@ _MUCH = 0.1  # of the targets of a loss, or of the positions of a batch
     hides=("output_constant",),
 )
 def examples_alike(sample: Sample, past: Past) -> Iterator[Hit]:
-    """The first, the second, the middle and the last example of all that the model is given are the same, of four or
-    more and not of one number, while targets of a loss function of torch's are not. Certain."""
-    targets = sample.facts.get("targets", ())
-    is_constant = any(key[1] == ":input" and row.std == 0 for key, row in sample.port("input").items())
-    if sample.facts.get("alike") and not is_constant and any(not one["alike"] and one["count"] > 3 for one in targets):
-        batch = sample.facts.get("batch", 0)
+    """All examples of what the model is given in all of its runs are the same, four or more and not of one number,
+    while targets of a loss function of torch's, one row for each of them, are not. Certain."""
+    batch = sample.facts.get("batch", 0)
+    targets = [one for one in sample.facts.get("targets", ()) if one["shape"][:1] == (batch,)]
+    if sample.facts.get("alike") and any(not one["alike"] for one in targets):
         yield Hit(("", ""), f"the examples of a batch of {batch} are the same, and their targets are not", batch=batch)
 
 
@@ -48,13 +47,18 @@ def examples_alike(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def batch_as_time(sample: Sample, past: Past) -> Iterator[Hit]:
     """A recurrent layer or attention of torch's runs along a dimension that is as long as the batch, by the first
-    dimension of what the model is given and of all targets of loss functions, where each example has one target, and
-    not along the other one, of two or more. Or targets are the next tokens along one dimension, and the layer runs
-    along the other."""
+    dimension of what the model is given and of all targets of loss functions, where each example has one target,
+    and not along the other one, of two or more and no multiple of it. Or targets are the next tokens along one
+    dimension, and the layer runs along the other."""
     for key, one in sample.facts.get("sequences", {}).items():
         shape = one["shape"]
         along, other = (shape[1], shape[0]) if one["batch_first"] else (shape[0], shape[1])
-        if along != other > 1 and (_is_batch(sample, along, other) or _is_across(sample, along, other)):
+        # many short sequences, a few of each example, may happen to be as long as the batch
+        if (
+            along != other > 1
+            and other % along
+            and (_is_batch(sample, along, other) or _is_across(sample, along, other))
+        ):
             told = f"the layer is given {list(shape)} with batch_first={one['batch_first']}"
             yield Hit(key, f"{told}, and runs along the {along} examples of the batch, not along the {other} positions",
                       shape=list(shape), batch=along)  # fmt: skip
@@ -90,7 +94,8 @@ def _is_across(sample: Sample, along: int, other: int) -> bool:
 )
 def attention_axis(sample: Sample, past: Past) -> Iterator[Hit]:
     """Attention by hand, a softmax of the product of two tensors whose result is multiplied by a third, of which the
-    softmax runs along another dimension than that over which the last product sums; read from the autograd graph."""
+    last product sums over its last dimension, and the softmax runs along another one; read from the autograd graph.
+    Where it is turned around in between, as where positions are dealt out to slots, that is meant."""
     found = sample.facts.get("mixing")
     if found:
         yield Hit(("", ""), f"a softmax of attention, of shape {found['shape']}, runs along dimension {found['dim']}, "

@@ -178,12 +178,13 @@ def targets_are_inputs(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.5,
 )
 def sees_the_future(sample: Sample, past: Past) -> Iterator[Hit]:
-    """All targets are the next tokens of the input, and either every call of torch's attention over as many positions
-    lets each one see the next, or outputs at the first position differ (by a twentieth of the largest output) of two
-    sequences that begin alike and go on otherwise, at the first step already, and in a run that draws no random numbers
-    and is given tokens alone. Certain."""
+    """All targets are the next tokens of the input, the first ones too (a prefix may be seen as a whole), and
+    either every call of torch's attention over as many positions lets each one see the next, or outputs at the
+    first position differ (by a twentieth of the largest output) of two sequences that begin alike and go on
+    otherwise, at the first step already, and in a run that draws no random numbers and is given tokens alone.
+    Likely: a model that is to give back what it has read sees it on purpose."""
     found = sample.facts.get("tokens")
-    if not found or found["same"] >= 0.9 or max(found["next"], found["next_row"]) < 1.0:
+    if not found or found["same"] >= 0.9 or max(found["next"], found["next_row"]) < 1.0 or not found["begins"]:
         return
     row = "" if found["next"] == 1.0 else "_row"
     if found["leaks" + row] and past.has_leaked:

@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gaff.address.nested import iter_tensors
+from gaff.address.resolve import unwrap
 from gaff.compat import elements
 
 _LEAST = 4  # examples of a batch, and tokens of a sequence
 _MOST = 3  # tensors of one shape that may be tokens
+_HIDE_BY_ZERO = ("transformers", "peft")  # whose models take an attention_mask of ones for what is seen
 _HIGHEST = (1 << 31) - 1  # no class is
 _ALLOWED = -30.0  # above which an additive mask lets a position be seen: e**-30 is nothing
 
@@ -36,23 +38,32 @@ class BatchLayout:
 
     def __init__(self) -> None:
         self._alike: Tensor | bool | None = None  # None before the first run
+        self._size = 0  # of the batch
         self._paddings: dict[tuple[int, ...], Padding] = {}
         # by whether sequences attend to themselves; None: by the mask that the model is given
         self._seen: dict[bool | None, dict[str, Any]] = {}
         self._in_loss: dict[str, Any] = {}
 
-    def given(self, args: Any, kwargs: Any) -> None:
-        """A model is called that trains: what it is given first in a step is looked at."""
-        if self._alike is not None:
-            return
+    def given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A model is called that trains: padding is looked for in what it is given first in a step, and whether
+        examples differ in all of its runs."""
         tensors = [one for _, one in iter_tensors((args, kwargs)) if one.dim() and _is_readable(one)]
+        is_first = self._alike is None
+        if is_first or self._alike is not False:
+            with torch.no_grad():
+                alike = _are_alike(tensors)
+            before = self._alike
+            self._alike = alike if isinstance(before, bool) or before is None else before.to(_device_of(alike)) & alike
+        if not is_first:
+            return
+        self._size = max(map(len, tensors), default=0)
         with torch.no_grad():
-            self._alike = _are_alike(tensors)
             for shape in {tuple(one.shape) for one in tensors}:
                 known = [_padding(one) for one in tensors if tuple(one.shape) == shape and _are_tokens(one)][:_MOST]
                 for one in known:
                     self._paddings[shape] = _either(self._paddings.get(shape), one)
-            self._masked(kwargs.get("attention_mask") if isinstance(kwargs, dict) else None)
+            is_known = type(unwrap(module)).__module__.partition(".")[0] in _HIDE_BY_ZERO
+            self._masked(kwargs.get("attention_mask") if is_known and isinstance(kwargs, dict) else None)
 
     def attended(self, query: Any, key: Any, mask: Any, *, is_causal: bool) -> None:
         """torch's attention was called: note whether it sees padding, among keys that are as many as tokens."""
@@ -102,7 +113,8 @@ class BatchLayout:
                 counts = (told != known.get("ignore_index", -100)) & (told >= 0)
                 highest, lowest = told.masked_fill(~inside, -1).max(), told.masked_fill(~inside, _HIGHEST).min()
                 is_counted = (counts | ~inside).all() & inside.any() & (highest == lowest) & padding.is_known
-                share = (inside & counts).sum() / counts.sum().clamp(min=1)
+                at = padding.where[:, length - told.shape[1] :]
+                share = (at & counts).sum() / counts.sum().clamp(min=1)
             self._in_loss = {"is_counted": is_counted, "target": highest, "share": share}
 
     def take(self) -> dict[str, Any]:
@@ -116,19 +128,29 @@ class BatchLayout:
 
 
 def _are_alike(tensors: list[Tensor]) -> Tensor | bool:
-    """Whether some examples of a batch are the same in each of these tensors: the first two, a middle one and the last.
+    """Whether all examples of a batch are the same in each of these tensors, and not one number everywhere.
 
     Tensors that have no row for each of four examples or more, as what is shared by all of them, do not count. The
-    answer lies on their device; False where there is none to ask.
+    answer lies on their device; False where there is none to ask, or where one is trained, which may tell them apart.
+    On the CPU a few rows are compared first, and nearly always tell.
     """
     size = max((len(one) for one in tensors), default=0)
     told: Tensor | bool = False
-    for one in tensors if size >= _LEAST else ():
-        if len(one) == size and not one.requires_grad:
-            some = one.detach()[[1, size // 2, size - 1]]
-            same = (some == one.detach()[:1]).all()
-            told = same if isinstance(told, bool) else told & same.to(told.device)
-    return told
+    rows = [one for one in tensors if len(one) == size]
+    if size < _LEAST or any(one.requires_grad for one in rows):
+        return False
+    varies: Tensor | bool = False
+    for one in rows:
+        if one.is_cpu and not bool((one[[1, size // 2, size - 1]] == one[:1]).all()):
+            return False
+        same, differs = (one == one[:1]).all(), (one[0] != one[0].flatten()[:1].squeeze()).any()
+        told = same if isinstance(told, bool) else told & same.to(told.device)
+        varies = differs if isinstance(varies, bool) else varies | differs.to(varies.device)
+    return told & varies
+
+
+def _device_of(told: Tensor | bool) -> Any:
+    return told.device if isinstance(told, Tensor) else "cpu"
 
 
 def _is_readable(tensor: Tensor) -> bool:
@@ -161,7 +183,8 @@ def _padded_end(tokens: Tensor) -> Padding:
     others = tokens.masked_fill(where, -1).max(), tokens.masked_fill(where, _HIGHEST).min()
     is_elsewhere = ((tokens == number) & ~where).any()
     is_known = (counts.max() > 1) & (counts.max() > counts.min()) & (counts.max() < tokens.shape[1])
-    return Padding(where, is_known & ~is_elsewhere & (others[0] > others[1]) & (tokens.min() >= 0))
+    is_sorted = (tokens.diff() >= 0).all() | (tokens.diff() <= 0).all()  # numbers of segments, or levels
+    return Padding(where, is_known & ~is_elsewhere & ~is_sorted & (others[0] > others[1]) & (tokens.min() >= 0))
 
 
 def _either(known: Padding | None, other: Padding) -> Padding:

@@ -50,7 +50,7 @@ def _softmax_behind(product: Any, operand: int, axis: int) -> dict[str, Any] | N
         if name == "SoftmaxBackward":
             dim = node._saved_dim
             dim = (dim - (1 << 64) if dim >> 63 else dim) % len(shape)
-            is_wrong = dim != axis and shape[dim] > 1 and shape[axis] > 1 and _is_of_scores(node)
+            is_wrong = dim != axis == len(shape) - 1 and shape[dim] > 1 and shape[axis] > 1 and _is_of_scores(node)
             return {"shape": list(shape), "dim": dim, "over": axis} if is_wrong else None
         inner = _inner(node)
         if inner is None:

@@ -63,7 +63,7 @@ class SetupFacts:
                 del self._unmatched[known]
         self._fingerprint = self._fingerprint or step_facts.fingerprint(args, kwargs)
         self._tokens.given(module, args, kwargs)
-        self._layout.given(args, kwargs)
+        self._layout.given(module, args, kwargs)
 
     def returned(self, module: nn.Module, output: Any) -> None:
         """A module has returned, in a step that is looked at."""

@@ -90,9 +90,11 @@ class TokenFacts:
                 told = target.reshape(rows, length)
                 self._targets = {"same": _share(told, tokens), "next": _share(told[:, :-1], tokens[:, 1:]),
                                  "next_row": _share(told[:-1], tokens[1:])}  # fmt: skip
+                self._targets["begins"] = (told[:, 0] >= 0).all() | (told[0] >= 0).all()
             elif target.numel() == rows * (length - 1):
                 told = target.reshape(rows, length - 1)
-                self._targets = {"same": _share(told, tokens[:, :-1]), "next": _share(told, tokens[:, 1:])}
+                self._targets = {"same": _share(told, tokens[:, :-1]), "next": _share(told, tokens[:, 1:]),
+                                 "begins": (told[:, 0] >= 0).all()}  # fmt: skip
 
     def attended(self, query: Any, key: Any, mask: Any, *, is_causal: bool) -> None:
         """torch's attention was called: of one over sequences as long as those of tokens note what a position sees."""
@@ -107,7 +109,12 @@ class TokenFacts:
         """The facts of the step; empty where no target was compared."""
         if not self._targets:
             return {}
-        told = {"next_row": 0.0, **self._targets, "shape": [] if self._tokens is None else list(self._tokens.shape)}
+        told = {
+            "next_row": 0.0,
+            "begins": True,
+            **self._targets,
+            "shape": [] if self._tokens is None else list(self._tokens.shape),
+        }
         for along, end in ((1, ""), (0, "_row")):
             told["sees" + end] = self._sees_along(along)
             found = self._compared.get(along, {})
@@ -159,6 +166,8 @@ def _says_nothing(other: Tensor, tokens: Tensor) -> Any:
     """Whether another argument tells sequences apart no further: positions, a mask of ones, labels; may be a tensor."""
     if other.is_floating_point() or other.is_complex() or type(other) is not Tensor or not elements.is_readable(other):
         return False
+    if other.dim() == 2 and other.shape[1] == 1 and len(other) == len(tokens):
+        return (other == other[:1]).all().to(tokens.device)
     if other.dim() < 2 or (other.dim() == 2 and 1 in other.shape):
         return other.dim() != 1 or len(other) != len(tokens)
     if other.shape != tokens.shape or other.device != tokens.device:
