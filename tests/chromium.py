@@ -1,8 +1,10 @@
 """The browser of the tests and of ``make shots``: the machine's own Chromium, or the one that ``page/`` gets from npm."""
 
+import fcntl
 import functools
 import shutil
 import subprocess
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +20,9 @@ def executable():
         if found := shutil.which(name):
             return found
     if shutil.which("node") and (PAGE / "node_modules/@sparticuz/chromium").is_dir():
-        told = subprocess.run(["node", "chromium.mjs"], cwd=PAGE, check=False, capture_output=True, text=True)
+        with open(Path(tempfile.gettempdir()) / "gaff-chromium.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of several workers one takes it out of its package
+            told = subprocess.run(["node", "chromium.mjs"], cwd=PAGE, check=False, capture_output=True, text=True)
         return told.stdout.strip() or None
     return None
 

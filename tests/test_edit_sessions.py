@@ -986,3 +986,13 @@ def test_what_a_caller_lets_go_of_is_free_at_once(is_attached):
     else:
         with edit:
             assert evaluated(model)
+
+
+@pytest.mark.parametrize("is_edit_first", [True, False])
+def test_the_edited_weight_of_a_layer_that_is_never_called_is_told_whoever_came_first(is_edit_first):
+    model, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(1, 3, 4)
+    edit = gaff.edit(model, {"out_proj.weight:param": edits.scale(2.0)})
+    got = gaff.capture(model, "out_proj.weight:param")
+    with opened(*((edit, got) if is_edit_first else (got, edit))):
+        model(x, x, x)
+    torch.testing.assert_close(got["out_proj.weight:param"], 2 * model.out_proj.weight)

@@ -147,6 +147,13 @@ class ScaledColumn(Column):
         return rows * scales.view(-1, *(1 for _ in rows.shape[1:]))
 
 
+class Labels(dict[str, Column]):
+    """The labels of a harvest by name; a name that is none is an error with those that there are."""
+
+    def __missing__(self, name: str) -> Column:
+        raise SiteError(f"{name!r} is no label of this harvest: expected one of {', '.join(self)}")
+
+
 class Store(Mapping[str, Column]):
     """A harvest: its sites by address, its labels by name, and what it was begun with.
 
@@ -168,7 +175,7 @@ class Store(Mapping[str, Column]):
             raise RecordError(f"{self.place}/{shard_path(other.number, TOLD)}: belongs to another harvest")
         filled = [shard for shard in self.shards if shard.rows] or self.shards
         columns = self._columns([(shard, shard.sites) for shard in filled])
-        self.labels: Mapping[str, Column] = self._columns([(shard, shard.labels) for shard in filled])
+        self.labels: Mapping[str, Column] = Labels(self._columns([(shard, shard.labels) for shard in filled]))
         self._sites = {
             name: ScaledColumn(column, self.labels[SCALE_OF + name]) if SCALE_OF + name in self.labels else column
             for name, column in columns.items()
@@ -241,7 +248,7 @@ class Store(Mapping[str, Column]):
         both = set(sites) & set(labels)
         if both:
             raise PlanError(f"{both.pop()!r} is asked for as a site and as a label: expected one, or a loader for each")
-        columns = {**{site: self[site] for site in sites}, **{name: self._label(name) for name in labels}}
+        columns = {**{site: self[site] for site in sites}, **{name: self.labels[name] for name in labels}}
         if not columns:
             raise SiteError(f"the loader was given no site: expected some of {', '.join(self._sites) or 'none'}")
         return RowLoader(columns, batch=batch, shuffle=shuffle)
@@ -269,11 +276,6 @@ class Store(Mapping[str, Column]):
             (counted(len(self), "site"), counted(self.rows, "row"), counted(len(self.shards), "shard"), how)
         )
         return f"<gaff store {str(self.place)!r}: {held}>"
-
-    def _label(self, name: str) -> Column:
-        if name not in self.labels:
-            raise SiteError(f"{name!r} is no label of {str(self.place)!r}: expected one of {', '.join(self.labels)}")
-        return self.labels[name]
 
     def _columns(self, shards: Sequence[tuple[Shard, Mapping[str, Any]]]) -> dict[str, Column]:
         """By name: the column over all shards. Raises RecordError where they do not hold the same."""

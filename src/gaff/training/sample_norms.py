@@ -28,6 +28,7 @@ from gaff.engine.streams import Stream
 from gaff.engine.taps import Tap
 from gaff.errors import ExactnessError, NeverFiredError, PlanError, SiteError
 from gaff.training.layer_gradients import Terms, find_rule, is_batched, measure, question, wide
+from gaff.views.text import counted
 
 
 class _Use:
@@ -87,6 +88,9 @@ class SampleNorms:
             taps.append(Tap(find_site(model, Site(name, port="grad"))[0], _Part(self._see_total, name), False))
         self._session = Session(model, taps)
         self._closing = ExitStack()
+
+    def __repr__(self) -> str:
+        return f"<gaff sample norms: {counted(len(self._names), 'parameter')}, {counted(len(self._sizes), 'run')}>"
 
     def __enter__(self) -> SampleNorms:
         with ExitStack() as opening:

@@ -34,11 +34,16 @@ class StateValue:
         self._stream = stream
         self._around = around
         self._is_lent = is_lent
+        self._near: dict[Run, Tensor] = {}  # what stood there when the module around was called
+        if around is not None:
+            around.entry.taps += (self.near,)
 
     def __call__(self, given: Any, run: Run, call: int) -> None:
+        self._tell(run, self._found.tensor)
+
+    def _tell(self, run: Run, tensor: Tensor | None) -> None:
         if self not in run.once:
             run.once.add(self)
-            tensor: Tensor | None = self._found.tensor
             if tensor is not None and tensor.is_meta:  # offloaded: it comes when the forward begins, and goes again
                 tensor = libraries.offloaded(self._found.module, self._found.name)
             if tensor is None:
@@ -56,6 +61,11 @@ class StateValue:
             run.once.add(self)
             self._stream.refuse(run, 0, reason)
 
+    def near(self, given: Any, run: Run, call: int) -> None:
+        """The module around the owner is called: remember what stands there, perhaps edited, should it be asked for."""
+        if self not in run.once:
+            self._near[run] = self._found.tensor
+
     def finish(self, run: Run, output: Any) -> None:
         """Tell the value at the end of a run in which no owner was entered, though the module around one was.
 
@@ -63,7 +73,8 @@ class StateValue:
         """
         if self not in run.once and self._around is not None and run.entered[self._around.index]:
             self._stream.skip(NOT_CALLED)
-            self(None, run, 0)
+            self._tell(run, self._near.get(run, self._found.tensor))
+        self._near.pop(run, None)
 
 
 class Owners:

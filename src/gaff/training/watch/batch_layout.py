@@ -38,7 +38,6 @@ class BatchLayout:
 
     def __init__(self) -> None:
         self._alike: Tensor | bool | None = None  # None before the first run
-        self._size = 0  # of the batch
         self._paddings: dict[tuple[int, ...], Padding] = {}
         # by whether sequences attend to themselves; None: by the mask that the model is given
         self._seen: dict[bool | None, dict[str, Any]] = {}
@@ -48,15 +47,15 @@ class BatchLayout:
         """A model is called that trains: padding is looked for in what it is given first in a step, and whether
         examples differ in all of its runs."""
         tensors = [one for _, one in iter_tensors((args, kwargs)) if one.dim() and _is_readable(one)]
-        is_first = self._alike is None
-        if is_first or self._alike is not False:
+        before = self._alike
+        if before is not False:
             with torch.no_grad():
                 alike = _are_alike(tensors)
-            before = self._alike
-            self._alike = alike if isinstance(before, bool) or before is None else before.to(_device_of(alike)) & alike
-        if not is_first:
+                if isinstance(before, Tensor) and isinstance(alike, Tensor):
+                    alike = before.to(alike.device) & alike
+                self._alike = alike
+        if before is not None:
             return
-        self._size = max(map(len, tensors), default=0)
         with torch.no_grad():
             for shape in {tuple(one.shape) for one in tensors}:
                 known = [_padding(one) for one in tensors if tuple(one.shape) == shape and _are_tokens(one)][:_MOST]
@@ -147,10 +146,6 @@ def _are_alike(tensors: list[Tensor]) -> Tensor | bool:
         told = same if isinstance(told, bool) else told & same.to(told.device)
         varies = differs if isinstance(varies, bool) else varies | differs.to(varies.device)
     return told & varies
-
-
-def _device_of(told: Tensor | bool) -> Any:
-    return told.device if isinstance(told, Tensor) else "cpu"
 
 
 def _is_readable(tensor: Tensor) -> bool:
