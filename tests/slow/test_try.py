@@ -83,8 +83,8 @@ def test_with_nothing_changed_a_run_has_the_bits_of_the_bare_script(tmp_path):
 @pytest.mark.parametrize(
     ("text", "options", "words"),
     [
-        ("print('no torch here')", [], "holds no file *.gaff"),
-        ("import torch; raise SystemExit(3)", [], "holds no file"),
+        ("print('no torch here')", [], "has trained no model of torch"),
+        ("import torch; raise SystemExit(3)", [], "has trained no model of torch"),
         ("", ["--only", "lrr"], "'lrr' is no experiment: expected one of lr, warmup"),
         ("", ["--steps", "3"], "--steps 3: expected 10 or more"),
         ("", ["--only", "lr", "--all"], "--only and --all: expected one of them"),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gaff.address.grammar import Site
 from gaff.address.nested import Arguments, iter_tensors, shape_text
 from gaff.address.resolve import called_modules, need_module, resolve
-from gaff.compat import distributed
+from gaff.compat import distributed, elements
 from gaff.engine.ops.calls import OpCall
 from gaff.engine.process.optimizer import StepWatch
 from gaff.engine.raised import tell_where
@@ -91,6 +91,12 @@ def _unseen(gradient: Tensor, site: Site) -> Made:
     """What made a gradient bad of which no op and no backward pass has shown a bad value."""
     direction, cause = ("added", ADDED) if _has_added_up(gradient) else ("arrived", ARRIVED)
     return Made(site, direction, None, cause, range_of(gradient, "value"))
+
+
+def _has_memory(known: tuple[Tensor, Site]) -> bool:
+    """Whether a tensor still has its memory: what FSDP2 has gathered for a forward is freed after it."""
+    tensor = known[0]
+    return elements.is_plain(tensor) and tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 class BadState:
@@ -187,7 +193,7 @@ class BadState:
         the loss, and leaves steps out whose gradients overflow. ``is_again``: the step has run before, and may have
         spoiled running statistics then.
         """
-        for tensor, site in (*iter_state(around), *self.others.values()):
+        for tensor, site in (*iter_state(around), *filter(_has_memory, self.others.values())):
             grad = tensor.grad if site.port == "param" and tensor.is_leaf else None
             if grad is not None and has_nonfinite(grad):
                 made = marks.of_memory(grad)
