@@ -35,6 +35,9 @@ more: $(VENV)/.ready  ## what else there is
 	@echo "      $(RUN) examples/minilm.py (real sentence embeddings), $(RUN) examples/resnet50.py (a photo) show more;"
 	@echo "      $(RUN) examples/heads.py silences every attention head of MiniLM, all in one forward."
 
+# two workers with a thread each: with two, those of one wait for those of the other
+test slow: export OMP_NUM_THREADS = 1
+
 test: $(VENV)/.ready  ## the tests that every change passes, under two minutes
 	$(RUN) -m pytest -m "not slow" $(TWO)
 

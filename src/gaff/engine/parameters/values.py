@@ -18,7 +18,7 @@ from gaff.engine.streams import Stream
 from gaff.errors import PlanError
 
 OFFLOADED = "it lies on the meta device between calls (offloaded), and nothing tells its value"
-NOT_CALLED = "its module was not called itself; read at the end of the run"
+NOT_CALLED = "its module was not called itself; read when the one around it was"
 
 
 class StateValue:
@@ -32,10 +32,10 @@ class StateValue:
     def __init__(self, found: Found, stream: Stream, around: Node | None, *, is_lent: bool = False) -> None:
         self._found = found
         self._stream = stream
-        self._around = around
+        self._index = -1 if around is None else around.index  # the node itself holds this: a circle would stay
         self._is_lent = is_lent
         self._near: dict[Run, Tensor] = {}  # what stood there when the module around was called
-        if around is not None:
+        if around is not None and not is_lent:  # what is lent then is not there any more when it is asked for
             around.entry.taps += (self.near,)
 
     def __call__(self, given: Any, run: Run, call: int) -> None:
@@ -71,7 +71,7 @@ class StateValue:
 
         The stream is told that, too.
         """
-        if self not in run.once and self._around is not None and run.entered[self._around.index]:
+        if self not in run.once and self._index >= 0 and run.entered[self._index]:
             self._stream.skip(NOT_CALLED)
             self._tell(run, self._near.get(run, self._found.tensor))
         self._near.pop(run, None)
