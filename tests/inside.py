@@ -300,7 +300,7 @@ def _replicate(model):
     """DistributedDataParallel by hooks on the model itself, which the test goes on calling."""
     from torch.distributed._composable import replicate
 
-    if not type(model).__name__.startswith("DDP") and next(model.parameters(), None) is not None:
+    if not type(model).__name__.startswith("DDP") and any(one.requires_grad for one in model.parameters()):
         replicate(model)
         replicate.state(model).lazy_init()  # at once: it writes into parameters
 

@@ -797,10 +797,11 @@ class Around(nn.Module):
         return self.t(h) + h
 
 
-def opened(first, second):
+def opened(*sessions):
+    """All of them, opened in their order."""
     stack = ExitStack()
-    stack.enter_context(first)
-    stack.enter_context(second)
+    for one in sessions:
+        stack.enter_context(one)
     return stack
 
 
@@ -829,16 +830,23 @@ def test_sessions_and_patterns_act_in_their_order_on_gradients(port, is_op):
     model, x = Around(), torch.randn(3, 4)
     site = f"t/tanh:{port}" if is_op else f"t:{port}"
     pattern = f"?/tanh:{port}" if is_op else f"**<Tanh>:{port}"
-    called = []
 
-    def named(name):
-        return lambda value: (called.append(name), value + 1 if name == "first" else value * 2)[1]
+    def first(value):
+        return value + 1
 
-    with gaff.edit(model, {site: named("first")}), gaff.edit(model, {site: named("second")}):
-        model(x).sum().backward()
-    with gaff.edit(model, {pattern: named("first"), site: named("second")}):
-        model(x).sum().backward()
-    assert called == ["first", "second"] * 2
+    def second(value):
+        return value * 2
+
+    def gradient(*sessions):
+        model.zero_grad()
+        with opened(*(gaff.edit(model, one) for one in sessions)):
+            model(x).sum().backward()
+        return model.a.bias.grad
+
+    both = gradient({site: lambda value: second(first(value))})
+    assert not torch.equal(both, gradient({site: lambda value: first(second(value))}))
+    assert torch.equal(gradient({site: first}, {site: second}), both)
+    assert torch.equal(gradient({pattern: first, site: second}), both)
 
 
 @pytest.mark.parametrize("is_edit_first", [True, False])
@@ -917,7 +925,7 @@ def test_the_total_of_an_input_that_several_edits_change(order):
         for name in order:
             stack.enter_context(made[name])
         model(x).sum().backward()
-    torch.testing.assert_close(got["1:input_grad"], 15 * model[1].weight.expand(3, 2).detach())
+    torch.testing.assert_close(got["1:input_grad"], 15 * (torch.ones(3, 1) @ model[1].weight.detach()))
     torch.testing.assert_close(got["1:input_grad"], x.grad)
 
 
@@ -940,14 +948,10 @@ def test_the_input_of_a_second_call_is_not_that_of_the_first():
     ("first", "second"), [("1:grad_output", "1.0:grad_output"), ("2:input_grad", "1.0:grad_output")]
 )
 def test_sessions_act_in_their_order_on_one_tensor_by_whatever_address(first, second):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Tanh())
-    called = []
-    with (
-        gaff.edit(model, {first: lambda value: (called.append("first"), value)[1]}),
-        gaff.edit(model, {second: lambda value: (called.append("second"), value)[1]}),
-    ):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Identity())
+    with gaff.edit(model, {first: lambda value: value * 2}), gaff.edit(model, {second: lambda value: value + 1}):
         model(torch.randn(3, 4)).sum().backward()
-    assert called == ["first", "second"]
+    assert torch.equal(model[1][0].bias.grad, torch.full((4,), 9.0))
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations("GVC")))
@@ -996,3 +1000,58 @@ def test_the_edited_weight_of_a_layer_that_is_never_called_is_told_whoever_came_
     with opened(*((edit, got) if is_edit_first else (got, edit))):
         model(x, x, x)
     torch.testing.assert_close(got["out_proj.weight:param"], 2 * model.out_proj.weight)
+
+
+class Passing(nn.Module):
+    """``same`` and ``inner`` return the very tensor that they were given or that was made in them."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+        self.same = nn.Identity()
+
+    def forward(self, x):
+        return self.same(self.same(self.inner(x))).tanh()
+
+
+ONE_TENSOR = ("inner:grad_output", "inner.0:grad_output", "inner.0.0:grad_output", "same:grad_output")
+
+
+@pytest.mark.parametrize("order", ["12L", "L21"])
+@pytest.mark.parametrize("addresses", list(itertools.permutations(ONE_TENSOR, 3)))
+def test_edits_of_one_tensor_by_three_addresses(addresses, order):
+    first, second, looked = addresses
+    torch.manual_seed(0)
+    model = Passing()
+    model.inner[0][0].weight.data.abs_()
+    names = {"1": first, "2": second}
+    did = {"1": lambda value: value * 2, "2": lambda value: value + 1}
+    x = torch.randn(3, 4)
+    with ExitStack() as stack:
+        for one in order:
+            if one == "L":
+                seen = stack.enter_context(gaff.capture(model, looked))
+            else:
+                stack.enter_context(gaff.edit(model, {names[one]: did[one]}))
+        model(x).sum().backward()
+        expected = 1 - model.inner(x).tanh() ** 2
+    for one in order.replace("L", ""):  # modules that are called twice edit twice, and looks tell what went on
+        for _ in range(2 if "same" in names[one] else 1):
+            expected = did[one](expected)
+    torch.testing.assert_close(seen.all(looked)[-1], expected)
+    torch.testing.assert_close(model.inner[0][0].weight.grad, expected.T @ x)
+
+
+@pytest.mark.parametrize("names", list(itertools.permutations(ONE_TENSOR, 2)))
+def test_edits_of_one_session_act_at_one_tensor_from_the_last_call_on(names):
+    torch.manual_seed(0)
+    model = Passing()
+    did = dict(zip(names, ([torch.sin, lambda value: value + 1], [lambda value: value**2 - value]), strict=True))
+    x = torch.randn(3, 4)
+    with gaff.edit(model, did):
+        model(x).sum().backward()
+    expected = 1 - model.inner(x).tanh() ** 2
+    for name in ("same:grad_output", "same:grad_output", *ONE_TENSOR[:3]):
+        for change in did.get(name, ()):
+            expected = change(expected)
+    torch.testing.assert_close(model.inner[0][0].weight.grad, expected.T @ x)

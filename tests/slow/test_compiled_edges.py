@@ -1,5 +1,6 @@
 """The edges of compiled code: outputs that are used inside, code that calls backward, forwards of others."""
 
+import contextlib
 import inspect
 import pickle
 import sys
@@ -14,6 +15,8 @@ from torch._higher_order_ops.map import map as control_map
 from torch.utils.checkpoint import checkpoint
 
 import gaff
+from gaff import edits
+from gaff.compat import compiler
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute")]  # Dynamo's own
 
@@ -904,3 +907,76 @@ def test_a_parameter_that_functional_call_replaces_in_compiled_code_is_refused()
         compiled(x)
     with pytest.raises(gaff.ExactnessError, match="functional_call"):
         got["target.weight:param"]
+
+
+class HandedOnAfterABreak(nn.Module):
+    """``first`` and ``then`` return what came into the graph after the break."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.first = nn.Sequential(nn.Identity())
+        self.then = nn.Identity()
+
+    def forward(self, x):
+        h = self.fc(x)
+        torch._dynamo.graph_break()
+        return self.then(self.first(h)).tanh()
+
+
+@pytest.mark.parametrize("other", ["fc:grad_output", "first:grad_output", "first.0:grad_output"])
+def test_edits_of_what_came_into_a_graph_keep_no_order_with_others_and_are_refused(other):
+    model = HandedOnAfterABreak()
+    model.compile(backend="aot_eager")
+    x = torch.randn(3, 4)
+    with gaff.edit(model, {other: edits.scale(2.0)}), gaff.capture(model, "then:grad_output") as seen:
+        with contextlib.suppress(gaff.ExactnessError):  # of a second edit in that graph
+            model(x).sum().backward()
+        with pytest.raises(gaff.ExactnessError, match="then:grad_output.*edits of its gradient by other addresses"):
+            seen["then:grad_output"]
+    with (
+        pytest.raises(gaff.ExactnessError, match="edits of its gradient by other addresses may be in another graph"),
+        gaff.edit(model, {other: edits.scale(2.0)}),
+        gaff.edit(model, {"then:grad_output": edits.scale(3.0)}),
+    ):
+        model(x).sum().backward()
+
+
+def test_one_edit_of_what_came_into_a_graph_is_made():
+    model = HandedOnAfterABreak()
+    model.compile(backend="aot_eager")
+    x = torch.randn(3, 4)
+    model(x).sum().backward()
+    bare, model.fc.weight.grad = model.fc.weight.grad, None
+    with gaff.edit(model, {"then:grad_output": edits.scale(2.0)}):
+        model(x).sum().backward()
+    assert torch.equal(model.fc.weight.grad, 2 * bare)
+    with gaff.capture(model, "then:grad_output") as seen:
+        model(x).sum().backward()
+    torch.testing.assert_close(seen["then:grad_output"], 1 - model.fc(x).tanh() ** 2)
+
+
+def test_sessions_that_edit_one_tensor_in_another_order_do_not_share_a_graph():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    model.compile(backend="aot_eager")
+    x = torch.randn(3, 4)
+
+    def grown(value):
+        return value * 2
+
+    def moved(value):
+        return value + 1
+
+    def found(first, second):
+        model[1][0].bias.grad = None
+        with first, second:
+            model(x).sum().backward()
+        return model[1][0].bias.grad[0].item()
+
+    for _ in range(2):
+        assert found(gaff.edit(model, {"1:grad_output": grown}), gaff.edit(model, {"1.0:grad_output": moved})) == 9
+        assert found(gaff.edit(model, {"1.0:grad_output": moved}), gaff.edit(model, {"1:grad_output": grown})) == 12
+    then = compiler.compile_counts()
+    found(gaff.edit(model, {"1:grad_output": grown}), gaff.edit(model, {"1.0:grad_output": moved}))
+    found(gaff.edit(model, {"1.0:grad_output": moved}), gaff.edit(model, {"1:grad_output": grown}))
+    assert compiler.compile_counts() == then

@@ -40,6 +40,11 @@ def traces_gradient_hooks() -> bool:
     return (int(major), int(minor)) >= (2, 13) and hasattr(_effects(), "_register_effectful_op")
 
 
+def sets_hook(node: Any) -> bool:
+    """Whether a node of a graph that Dynamo makes sets a hook on a tensor; it returns that tensor."""
+    return str(node.target) == "register_hook"
+
+
 def _effects() -> Any:
     """The part of torch that keeps ops with effects in order; imported when somebody compiles."""
     from torch._higher_order_ops import effects  # what compiles is imported by whoever compiles

@@ -21,9 +21,20 @@ from gaff.edits.compiled import may_write
 from gaff.edits.event import mixed
 from gaff.edits.files import tensors_of
 from gaff.engine.clock import Clock
-from gaff.engine.compiled.structure import EAGER, StandInForCaller, StandInForWritten
-from gaff.engine.compiled.tell import ODD, Call, Inside, Receiver, is_view, new_place, note_odd, sign_of_edge, tell
-from gaff.engine.compiled.tracing import CALLER, LEAF, WRITTEN, oddity, was_written
+from gaff.engine.compiled.structure import EAGER, StandInForCaller, StandInForGiven, StandInForWritten
+from gaff.engine.compiled.tell import (
+    ODD,
+    TURNS,
+    Call,
+    Inside,
+    Receiver,
+    is_view,
+    new_place,
+    note_odd,
+    sign_of_edge,
+    tell,
+)
+from gaff.engine.compiled.tracing import CALLER, GIVEN, LEAF, WRITTEN, oddity, take_turn, was_written
 from gaff.engine.gradients.tensor_hooks import EDGE, is_at_edge
 from gaff.engine.value_edits import RETURNED, TWINS, find
 from gaff.errors import ExactnessError, PlanError
@@ -132,6 +143,8 @@ class TracedGradientEdit(TracedEdit):
 
     def __init__(self, inside: Inside, site: Site, stream: Any, apply: Any, *, is_cut: bool) -> None:
         super().__init__(inside, site, stream, apply, is_cut=is_cut)
+        self.turn = inside.turn
+        self.is_first = True  # of those of its module
         self.done: set[int] = set()
         self.is_over = False
 
@@ -148,8 +161,11 @@ class TracedGradientEdit(TracedEdit):
         return value
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
-        """The gradient of a frame is to come. Raises ExactnessError where its hook hears of another tensor's."""
+        """The gradient of a frame is to come. Raises ExactnessError where its hook hears of another tensor's, or may
+        come before others where it should come after them."""
         self.need_own_thread()
+        if ODD[call[1]][0] == GIVEN and len(TURNS) > 1:
+            raise ExactnessError(f"{self.site}: {StandInForGiven.why_untold}")
         if ODD[call[1]][0] == WRITTEN:
             raise ExactnessError(f"{self.site}: {StandInForWritten.why_untold}")
 
@@ -167,11 +183,12 @@ class TracedGradientEdit(TracedEdit):
 
     def _hook(self, tensor: Tensor) -> None:
         """Set the hook that edits. Raises PlanError where none can be: a view's gradient may come in parts, say."""
-        why = _VIEW if is_view(tensor) else _ODD.get(oddity(tensor), "")
+        odd = oddity(tensor)
+        why = _VIEW if is_view(tensor) else _ODD.get(odd, "")
         if why:
             raise PlanError(f"{self.site}: {why}")  # torch breaks the graph here, or tells it where none may be broken
         ticket, place = self.ticket.clone(), new_place()
-        note_odd(place, 0, "")
+        note_odd(place, 0, odd)
         tell([], self.token, ticket, place, "")
 
         def arrived(gradient: Tensor) -> Tensor:
@@ -185,6 +202,7 @@ class TracedGradientEdit(TracedEdit):
             return new
 
         tensor.register_hook(arrived)
+        take_turn(tensor, self.turn, is_first=self.is_first)
 
 
 def _unfit(new: Any, old: Tensor) -> str:

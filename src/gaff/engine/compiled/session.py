@@ -65,7 +65,7 @@ def why_not(taps: Sequence[Any]) -> str:
             reason = "" if site.port in _SEEN else f"{site}: {_WHY_UNSEEN.get(site.port, _ONLY_OUTPUTS)}"
         if reason:
             return reason
-    return _why_order([tap for tap in taps if isinstance(tap, EditTap)])
+    return ""
 
 
 def _why_no_edit(tap: EditTap) -> str:
@@ -87,20 +87,6 @@ def _traced(tap: EditTap) -> Any:
     if tap.stream.check_finite:
         return None
     return traced(tap.stream.edit, is_gradient=tap.found.site.port == "grad_output")
-
-
-def _why_order(taps: Sequence[EditTap]) -> str:
-    """Why edits of gradients cannot be in compiled code together; empty if they can.
-
-    Edits of the gradient of one tensor at two sites act in an order that graphs do not keep, and two sites may be one
-    tensor where a module contains the other.
-    """
-    gradients = [tap for tap in taps if tap.found.site.port == "grad_output"]
-    for tap in gradients:
-        for other in gradients:
-            if tap.found.module in other.found.chain:
-                return f"{tap.found.site} and {other.found.site} may edit the gradient of one tensor"
-    return ""
 
 
 def meet(
@@ -215,6 +201,8 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         self._inside = Inside(has_marks=has_marks, reduce=_reduction(model, taps))
         self._notes = notes
         self._edits = [tap for tap in taps if isinstance(tap, EditTap) and tap.found.site.port != "grad"]
+        if number := sum(tap.found.site.port == "grad_output" for tap in self._edits):
+            self._inside.take_turn(number)
         self._taps = [tap for tap in taps if isinstance(tap, (Tap, EditTap))]
         self._nodes: list[Node] = []
         self._made: list[TracedEdit] = []
@@ -234,6 +222,8 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         node.has_entry = node.has_entry or is_bound
         self._nodes.append(node)
         edits = [self._make_edit(tap, node) for tap in self._edits if tap.found.module is node.module]
+        for later in [one for one in edits if isinstance(one, TracedGradientEdit)][1:]:
+            later.is_first = False
 
         def make(func: Any, node: Node) -> HookInside:
             if func is ended:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gaff.address.nested import Opaque, children
-from gaff.engine.compiled.tracing import CALLER, LEAF, WRITTEN
+from gaff.engine.compiled.tracing import CALLER, GIVEN, LEAF, WRITTEN
 
 _KINDS: dict[Any, str] = {tuple: "tuple", list: "list", dict: "dict"}
 EAGER = "open the session under torch.compiler.set_stance('force_eager')"
@@ -87,6 +87,15 @@ class StandInForWritten(Tensor):
     why_untold = f"compiled code does not tell the gradient of what came into it and was written to in place: {EAGER}"
 
 
+class StandInForGiven(Tensor):
+    """What a hook is set on in the place of a tensor that came into the graph, while somebody edits gradients."""
+
+    why_untold = (
+        "a module in compiled code returned what the graph was given (after a graph break, say): edits of its gradient "
+        f"by other addresses may be in another graph, and their order is not kept: {EAGER}"
+    )
+
+
 class StandInForLeaf(Tensor):
     """What a hook is set on in the place of a leaf, of which it is not known which other runs were given it."""
 
@@ -102,7 +111,12 @@ class StandInForCaller(Tensor):
     )
 
 
-_STAND_INS: dict[str, type[Tensor]] = {WRITTEN: StandInForWritten, LEAF: StandInForLeaf, CALLER: StandInForCaller}
+_STAND_INS: dict[str, type[Tensor]] = {
+    WRITTEN: StandInForWritten,
+    LEAF: StandInForLeaf,
+    GIVEN: StandInForGiven,
+    CALLER: StandInForCaller,
+}
 
 
 def _write(value: Any, tensors: list[Tensor]) -> str:

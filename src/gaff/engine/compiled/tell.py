@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gaff.compat import autograd, compiler, memory
 from gaff.engine.compiled.structure import stand_ins, structure_of
-from gaff.engine.compiled.tracing import CALLER, WRITTEN, oddity, when_written
+from gaff.engine.compiled.tracing import CALLER, GIVEN, LOOKS, WRITTEN, oddity, take_turn, when_written
 from gaff.engine.gradients.tensor_hooks import told_by_graph
 
 ODD: dict[int, dict[int, str]] = {}  # by place and number: what is odd about a tensor
@@ -34,6 +34,7 @@ _NUMBERS = itertools.count(1)  # of receivers, one for each time that a frame of
 _PLACES = itertools.count(1)  # of calls in traced code
 _RECEIVERS: dict[int, Receiver] = {}
 _REDUCIBLE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+TURNS: list[str] = []  # those of all edits of gradients in compiled code whose sessions are open
 _FEW = 64  # tickets of a receiver above which those are looked for that no graph holds any more
 _LOCK = threading.Lock()
 Call = tuple[int, int, int]  # a ticket, a place and a thread: one call, once
@@ -131,8 +132,11 @@ class Inside:
     """What the taps of one session in compiled code share: the token, the wanted reduction, and all receivers.
 
     ``reduce``: what everybody who listens wants of a tensor, computed in the graph and told in its place, so that the
-    compiler need not write the tensor down.
+    compiler need not write the tensor down. ``turn``: of a session that edits gradients, longer than those of all that
+    were opened before and are open; see ``tracing.take_turn``.
     """
+
+    turn = LOOKS
 
     def __init__(self, *, has_marks: bool, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
         _define()
@@ -142,8 +146,16 @@ class Inside:
         self.has_marks = has_marks  # somebody asks which backward pass comes by
         self.receivers: list[Receiver] = []
 
+    def take_turn(self, number: int) -> None:
+        """The session makes this number of edits of gradients: they come after those of all that were opened before."""
+        with _LOCK:
+            self.turn = max(TURNS, key=len, default=LOOKS) + "+"
+            TURNS.extend([self.turn] * number)
+
     def close(self) -> None:
         """Let nobody hear of it, whatever compiled graph still tells something; tickets mean nothing from then on."""
+        with _LOCK:
+            TURNS[:] = [turn for turn in TURNS if turn != self.turn]
         for receiver in self.receivers:
             receiver.forget()
         self.receivers.clear()
@@ -202,7 +214,8 @@ class Receiver(ABC):
 
     def wait(self, call: Call, what: str) -> list[Tensor]:
         """Make what stands for the tensors of a call, in their order, for hooks to be set on; see ``arrived``."""
-        self.waiting[call] = stands = stand_ins(what, ODD.get(call[1], {}))
+        odd = {number: one for number, one in ODD.get(call[1], {}).items() if one != GIVEN or TURNS}
+        self.waiting[call] = stands = stand_ins(what, odd)
         return stands
 
     def forget(self) -> None:
@@ -269,6 +282,7 @@ def tell_gradients(
             note_odd(place, number, odd)
             if odd != CALLER:
                 value.register_hook(_arrival(ticket, place, number, reduce, is_flexible))
+                take_turn(value)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,13 +12,19 @@ from torch import Tensor
 from torch._dynamo.comptime import comptime
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gaff.compat import compiler
 from gaff.compat.autograd import transform_level
 
 _ANSWER: list[Any] = ["", False, None, ""]  # what is odd; whether written to; what tells that later; why untellable
 TRANSFORMED = "it ran in a transform of torch.func (vmap, grad ...), whose values mean nothing outside"
 OPERATED = "it ran in an operator such as torch.cond or with a wrapper such as a DTensor: compiled code tells nothing"
+LOOKS = ""  # the turn of a hook that only looks at a gradient
 UNSEEN: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by module whose values graphs cannot tell: which of these
-WRITTEN, LEAF, CALLER = "written", "leaf", "caller"
+# By this name a node of a graph that sets a hook holds its turn: the version of the tensor, how long the turn of the
+# session is (0: it only looks), and the call, the last one first.
+_TURN = "gaff_turn"
+_OTHERS = (-1, -1, 0)  # the turn of a hook that is not ours
+WRITTEN, LEAF, GIVEN, CALLER = "written", "leaf", "given", "caller"
 
 
 def was_written(value: Tensor) -> bool:
@@ -34,7 +41,8 @@ def oddity(value: Tensor) -> str:
 
     ``CALLER``: it belongs to the code around the region that is traced, a checkpoint's, and no hook can be set on it
     there. The hook of what came into the graph is set on that tensor after the graph has run: of one that the graph has
-    ``WRITTEN`` to it does not hear of what the graph made of it, of a ``LEAF`` also of the passes of other runs.
+    ``WRITTEN`` to it does not hear of what the graph made of it, of a ``LEAF`` also of the passes of other runs. What
+    was ``GIVEN`` otherwise may have hooks in another graph, too, which has made it: they come after all that are here.
     """
     comptime(_examine)
     return str(_answer(0))
@@ -66,12 +74,60 @@ def when_written(note: Callable[[], None]) -> None:
         later[0].add_cleanup_hook(lambda: note() if later[1]._version > 0 else None)
 
 
+def take_turn(value: Tensor, turn: str = LOOKS, *, is_first: bool = True) -> None:
+    """While Dynamo compiles, after a hook has been set on ``value``: put the hooks that the graph sets on it in order.
+
+    As outside (``gradients.tensor_hooks.take_turn``): edits in the order of their sessions, those of one session as
+    backward meets the calls, the last first, and looks last. ``turn`` is longer the later the session was opened: a
+    text, of which Dynamo makes a constant. ``is_first``: of the edits of a call.
+    """
+    comptime(_order)
+
+
+def _order(context: Any) -> None:
+    """Run by Dynamo: each hook is a node that returns the tensor for the next one; the last is that of ``value``.
+
+    All come to be where the last one is, since only there all that they need is known, and what had been given the
+    tensor by an earlier one in between is given it as it was: it is one tensor, as long as nobody writes into it.
+    """
+    found = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
+    last = node = found["value"].as_proxy().node
+    if not compiler.sets_hook(last):
+        return  # what came into the graph: its hook is set after the graph has run
+    version = last.meta["example_value"]._version
+    nodes = [last]
+    while compiler.sets_hook(node := node.args[0]) and node.meta.get(_TURN, (version,))[0] == version:
+        nodes.insert(0, node)
+    hooks = [(one.args[1:], one.meta.get(_TURN, _OTHERS)) for one in nodes]
+    session = len(found["turn"].as_python_constant())
+    calls = max((-turn[2] for _, turn in hooks[:-1] if turn[1] == session), default=0)
+    mine = version, session, -(calls + found["is_first"].as_python_constant()) if session else 0
+    hooks[-1] = hooks[-1][0], mine
+    wanted = _in_turn(hooks)
+    if wanted != hooks:
+        for one in nodes[:-1]:
+            one.replace_all_uses_with(node)
+            last.prepend(one)
+    for one, (given, turn) in zip(nodes, wanted, strict=True):
+        one.args, one.meta[_TURN] = (node, *given), turn
+        node = one
+
+
+def _in_turn(hooks: list[Any]) -> list[Any]:
+    """The hooks of one tensor, the last of which is new, in the order in which they act, each with its turn."""
+    *before, new = hooks
+    edits = [one for one in before if one[1][1]] if new[1][1] else []
+    later = sorted((one for one in edits if one[1] > new[1]), key=itemgetter(1))
+    ordered = [*(one for one in before if one not in later), new, *later]
+    return sorted(ordered, key=lambda one: one[1][1] == len(LOOKS))
+
+
 def _examine(context: Any) -> None:
     """Run by Dynamo as it compiles one of these, with its variables."""
     translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     node = translator.symbolic_locals["value"].as_proxy().node
     fake = node.meta["example_value"]
-    of_input = WRITTEN if fake._version > 0 else LEAF if fake.is_leaf else ""
+    of_input = WRITTEN if fake._version > 0 else LEAF if fake.is_leaf else GIVEN
     is_ours, is_input = node.graph is translator.output.current_tracer.graph, node.op == "placeholder"
     odd = (of_input if is_input else "") if is_ours else CALLER
     _ANSWER[:3] = odd, fake._version > 0, (translator.output, fake) if is_ours and is_input else None

@@ -14,6 +14,7 @@ from gaff.address.resolve import Found, is_container, iter_modules, join
 from gaff.compat import elements, libraries, memory
 from gaff.engine.clock import Run
 from gaff.engine.node import Node
+from gaff.engine.parameters.substitutes import stands_in
 from gaff.engine.streams import Stream
 from gaff.errors import PlanError
 
@@ -35,7 +36,7 @@ class StateValue:
         self._index = -1 if around is None else around.index  # the node itself holds this: a circle would stay
         self._is_lent = is_lent
         self._near: dict[Run, Tensor] = {}  # what stood there when the module around was called
-        if around is not None and not is_lent:  # what is lent then is not there any more when it is asked for
+        if around is not None:
             around.entry.taps += (self.near,)
 
     def __call__(self, given: Any, run: Run, call: int) -> None:
@@ -62,9 +63,16 @@ class StateValue:
             self._stream.refuse(run, 0, reason)
 
     def near(self, given: Any, run: Run, call: int) -> None:
-        """The module around the owner is called: remember what stands there, perhaps edited, should it be asked for."""
+        """The module around the owner is called: remember what stands there, perhaps edited, should it be asked for.
+
+        Of what is lent, and is gone then, only a copy of what was edited: the parameter itself is asked for later.
+        """
         if self not in run.once:
-            self._near[run] = self._found.tensor
+            tensor = self._found.tensor
+            if not self._is_lent:
+                self._near[run] = tensor
+            elif stands_in(tensor):
+                self._near[run] = tensor.clone()
 
     def finish(self, run: Run, output: Any) -> None:
         """Tell the value at the end of a run in which no owner was entered, though the module around one was.
