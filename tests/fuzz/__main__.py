@@ -151,6 +151,7 @@ def table(total: Tally, findings: Counter[str]) -> str:
         ("at ops", total.ops, "of the values and gradients"),
         ("watched", total.watched, f"trained; {total.numbers} statistics compared"),
         ("guarded", total.guarded, "with a NaN in a parameter"),
+        ("several", total.several, "values and gradients told beside two sessions that edit, whoever came first"),
         ("failures", len(total.failures), f"{findings['new']} new"),
     ]
     lines = [f"{name:10} {number:8}  {remark}" for name, number, remark in rows]

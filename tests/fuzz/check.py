@@ -7,6 +7,7 @@ leaves, within rounding of the truth, whose sums are in another order; a watched
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from fuzz.formulas import EDITS, EditKind
 from fuzz.program import Program
 from fuzz.running import Outcome, execute, quiet, run, run_truth, seed
 from fuzz.settings import SETTINGS, Setting, lies_in_parts, means_the_same, parts_mix, whole, why_not
+from fuzz.several import Asked, Comparison, drawn, of_one_tensor
 from fuzz.tally import Failure, Tally, Where, address_of, identical, show
 from fuzz.training import check_training
 from fuzz.truth import Change, Event
@@ -97,7 +99,10 @@ class Checker:
                 self.check_capture(wanted)
         if self.only is None or self.only.kind == "taken":
             self.check_take()
-        self.check_edits(number_of_edits)
+        if self.only is None or self.only.kind != "several":
+            self.check_edits(number_of_edits)
+        if self.only is None or self.only.kind == "several":
+            self.check_several()
         if self.setting is not None and (self.only is None or self.only.kind in ("watched", "guard")):
             check_training(self.program, self.setting, self.rtol, self.tally)
         return self.tally
@@ -106,7 +111,9 @@ class Checker:
         """Run the program without gaff, in its setting, too. Raises where it does not run or is not to be compared."""
         if self.setting and (reason := why_not(self.program.source, self.setting)):
             raise RuntimeError(reason)
-        if re.search(r"no_grad\(\):\n\s+\w+ = Alias\.apply", self.program.source):
+        is_aliased = "no_grad()" in self.program.source and "Alias.apply" in self.program.source
+        is_sharded = self.setting is not None and self.setting.has_parts
+        if (is_aliased and is_sharded) or re.search(r"no_grad\(\):\n\s+\w+ = Alias\.apply", self.program.source):
             raise RuntimeError("a custom Function's view, made without grad, which torch lets require grad")
         self.bare = run(self.program)
         if self.setting is not None:
@@ -114,7 +121,8 @@ class Checker:
             if not self.is_same(elsewhere):
                 raise RuntimeError(f"{self.setting.kind} computes something else")
             self.bare.surroundings = elsewhere.surroundings
-        if self.has_checkpoint and not self.is_pure(elsewhere if self.setting is not None else self.bare):
+        ran = [self.bare, elsewhere] if self.setting is not None else [self.bare]
+        if self.has_checkpoint and not all(map(self.is_pure, ran)):
             raise RuntimeError("a checkpoint around what is no pure function")
         if self.setting is not None:  # which may run some forwards again
             self.bare.state = elsewhere.state
@@ -398,6 +406,23 @@ class Checker:
 
     # ---------------------------------------------------------------- edits
 
+    def check_several(self) -> None:
+        """Ask what several sessions at once may not change for one another.
+
+        Of every other program, and not where there is a checkpoint: an edit stays for the recomputation.
+        """
+        if self.has_checkpoint or self.has_threads or self.has_other_parameters:
+            return
+        if self.only is not None:
+            Comparison(self, Asked(*ast.literal_eval(self.only.edit))).check()
+            return
+        if self.program.seed // 2 % 2:
+            return
+        places = [where for where in {**self.record.events, **self.truth.events} if self.means_the_same(where)]
+        asked = drawn(places, of_one_tensor(self.record.events), self.program.seed)
+        if asked is not None:
+            Comparison(self, asked).check()
+
     def check_edits(self, number: int) -> None:
         if self.setting is not None and self.setting.kind == "TP" and "create_graph=True" in self.program.source:
             return  # torch's collectives lose second derivatives, which the bare run may not show: they may be zero
@@ -501,20 +526,24 @@ class Checker:
         capture = gaff.capture(model, gaff.maybe(*dict.fromkeys(address_of(one) for one, _ in beside)))
         return Beside(capture, [capture, session] if self.program.seed // 2 % 2 else [session, capture])
 
+    def why_not_averaged(self, expected: Outcome) -> str:
+        """Why DistributedDataParallel may leave other gradients than one process; empty where it may not."""
+        if self.setting is None or self.setting.kind != "DDP" or "unused" in (self.name or ""):
+            return ""
+        gone = [
+            name for name, one in expected.gradients.items() if one is None and self.bare.gradients[name] is not None
+        ]
+        return "DistributedDataParallel does not average where a gradient is missing" if gone else ""
+
     def why_no_truth(self, where: Where, kind: EditKind, expected: Outcome) -> str:
         """Why an edit may leave something else than its formula does; empty where it may not."""
         is_op = "/" in where[0]
-        if self.setting is not None and self.setting.kind == "DDP":
-            left = [
-                name
-                for name, one in expected.gradients.items()
-                if one is None and self.bare.gradients[name] is not None
-            ]
-            if left and "unused" not in (self.name or ""):
-                return "DistributedDataParallel does not average where a gradient is missing"
+        if reason := self.why_not_averaged(expected):
+            return reason
         has_own_inputs = self.setting is not None and self.setting.has_parts
-        if has_own_inputs and "grad" in where[1] and not any(one.passes for one in self.truth.events.get(where, [])):
-            return "FSDP2 may bring zeros where one process has no gradient"
+        brings_zeros = has_own_inputs or (self.setting is not None and self.setting.kind == "compile")
+        if brings_zeros and "grad" in where[1] and not any(one.passes for one in self.truth.events.get(where, [])):
+            return "FSDP2 and compiled code may bring zeros where one process has no gradient"
         is_given_back = where[1] in ("grad_output", "outer_grad") and not is_op
         if is_given_back and self.truth.model.get_submodule(where[0])._forward_hooks:
             return "edit of a gradient at an output that a hook replaces"

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -355,6 +355,7 @@ def start_ranks() -> None:
 def _on_a_fresh_node(register_hook: Any) -> Any:
     """``register_hook`` for FSDP, whose hook on a view that was changed by way of its base ends the process."""
 
+    @wraps(register_hook)
     def register(tensor: Tensor, hook: Any) -> Any:
         _ = tensor.grad_fn  # made anew where it is out of date
         return register_hook(tensor, hook)

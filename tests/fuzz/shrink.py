@@ -137,14 +137,21 @@ def script(program: Program, failure: Failure) -> str:
     """The failure as a script of its own, which prints what was expected and what came."""
     bare = re.sub(r"@\d+", "", failure.address)
     asked = (
-        f"edit {bare} with {failure.edit}"
+        f"{failure.kind if failure.kind == 'several' else 'edit'} {bare} with {failure.edit}"
         if failure.edit
         else f"{'take' if failure.kind == 'taken' else 'capture'} {bare}"
     )
     lines = [f"# ask {asked}", *program.source.strip().split("\n"), "import gaff", "model = build()"]
     lines.append(f"torch.manual_seed({program.seed + 1})")
     address = bare
-    if failure.edit:
+    if failure.kind == "several":
+        lines.append("from fuzz.several import Asked")
+        lines.append(f"asked = Asked(*{failure.edit})")
+        lines.append("with asked.opened(model) as got: seen = drive(model)")
+        lines.append(
+            "print([got.told(one) for one in asked.captured], {name: p.grad for name, p in model.named_parameters()})"
+        )
+    elif failure.edit:
         lines.append(f"with gaff.edit(model, {{{address!r}: {failure.edit}}}): seen = drive(model)")
         lines.append(f"print('expected', {failure.expected!r})")
         lines.append("print('got', [*seen, {name: p.grad for name, p in model.named_parameters()}])")

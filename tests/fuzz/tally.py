@@ -34,7 +34,7 @@ class Failure:
 
 
 COUNTS = (
-    "programs", "values", "gradients", "exact_gradients", "edits", "taken", "ops", "watched", "numbers", "guarded",
+    "programs", "values", "gradients", "exact_gradients", "edits", "taken", "ops", "watched", "numbers", "guarded", "several",
 )  # fmt: skip
 
 
@@ -52,6 +52,7 @@ class Tally:
     watched: int = 0  # programs whose watched training was compared
     numbers: int = 0  # statistics that were told alike
     guarded: int = 0
+    several: int = 0  # values and gradients that were told beside two sessions that edit
     rejected: Counter[str] = field(default_factory=Counter)  # programs that fail bare
     refused: Counter[str] = field(default_factory=Counter)  # reads and edits of what the truth can tell
     unclear: Counter[str] = field(default_factory=Counter)  # of what has no single truth

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import itertools
 import pickle
 import sys
 import types
@@ -980,3 +981,26 @@ def test_sessions_that_edit_one_tensor_in_another_order_do_not_share_a_graph():
     found(gaff.edit(model, {"1:grad_output": grown}), gaff.edit(model, {"1.0:grad_output": moved}))
     found(gaff.edit(model, {"1.0:grad_output": moved}), gaff.edit(model, {"1:grad_output": grown}))
     assert compiler.compile_counts() == then
+
+
+@pytest.mark.parametrize("opened", list(itertools.permutations(range(4))))
+def test_what_stands_as_a_forward_goes_with_its_session_whoever_closes_first(opened):
+    """A capture in compiled code lets a module have a forward of its own, and so does an edit that skips it."""
+    x = torch.randn(2, 4)
+    for closed in itertools.permutations(opened):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        model[1].compile(backend="eager")
+        skips = [edits.skip(lambda x: x * 2.0), edits.skip(lambda x: x * 3.0)]
+        sessions = [
+            gaff.capture(model, gaff.maybe("1:output")),
+            gaff.edit(model, {gaff.maybe("1:output"): skips[0]}),
+            gaff.capture(model, gaff.maybe("1:grad_output")),
+            gaff.edit(model, {gaff.maybe("1:output"): skips[1]}),
+        ]
+        for at in opened:
+            sessions[at].__enter__()
+        model(x).sum().backward()
+        for at in closed:
+            sessions[at].__exit__(None, None, None)
+        assert "forward" not in vars(model[1])
+        assert torch.equal(model(x), model[0](x).tanh())

@@ -12,20 +12,55 @@ import sys
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, cast
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
 Around = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_LEVELS: WeakKeyDictionary[nn.Module, list[ref[Level]]] = (
+    WeakKeyDictionary()
+)  # what stands there of gaff's, the last on top
 
 
 def users_forward(found: Any) -> Any:
     """Of what stands as ``forward`` on an instance what its user has put there, below all stand-ins, or None."""
     while isinstance(found, StandIn):
-        found = found._before
+        found = found.before
     return found
 
 
-class StandIn:
+class Level:
+    """That ``stands``, or else this itself, is the ``forward`` of a module, over what was ``before``, until taken away.
+
+    Levels of several sessions go in any order: what is taken away from between two others is not put back later.
+    """
+
+    def __init__(self, module: nn.Module, stands: Any = None) -> None:
+        self._module, self._other = module, stands
+        self.before = module.__dict__.get("forward")
+        module.__dict__["forward"] = self._stands
+        _LEVELS.setdefault(module, []).append(ref(self))
+
+    @property
+    def _stands(self) -> Any:
+        return self if self._other is None else self._other
+
+    def take_away(self) -> None:
+        """What was there before comes back, unless somebody stands before this or has replaced it."""
+        levels = [level for one in _LEVELS.pop(self._module, ()) if (level := one()) is not None]
+        above = next((one for one in levels if one.before is self._stands), None)
+        inside = self._module.__dict__
+        if above is not None:
+            above.before = self.before
+        elif inside.get("forward") is self._stands:
+            del inside["forward"]
+            if self.before is not None:
+                inside["forward"] = self.before
+        if rest := [ref(one) for one in levels if one is not self]:
+            _LEVELS[self._module] = rest
+
+
+class StandIn(Level):
     """Stands as ``forward`` on one module from its making until ``remove``.
 
     ``around(original, args, kwargs)`` is called in its place and returns the output; ``original`` is what was
@@ -36,12 +71,10 @@ class StandIn:
     is_gaffs = True
 
     def __init__(self, module: nn.Module, around: Around) -> None:
-        self._module = module
         self._around = around
         self._is_removed = False
-        self._before = module.__dict__.get("forward")
         self._original = self.__wrapped__ = module.forward  # whose signature others ask for
-        module.__dict__["forward"] = self
+        super().__init__(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``around``, or what was there before, where this is removed but others still stand before it."""
@@ -61,21 +94,10 @@ class StandIn:
     def remove(self) -> None:
         """Take it away, in any order with others; one that others stand before stays and passes every call on.
 
-        What was on the instance before comes back, but no stand-in that has been removed meanwhile.
+        What was on the instance before comes back, but nothing that has been removed meanwhile.
         """
         self._is_removed = True
-        if self._module.__dict__.get("forward") is self:
-            del self._module.__dict__["forward"]
-            own = self._own()
-            if own is not None:
-                self._module.__dict__["forward"] = own
-
-    def _own(self) -> Any:
-        """What was on the instance before, without stand-ins that have been removed."""
-        before = self._before
-        while isinstance(before, StandIn) and before._is_removed:
-            before = before._before
-        return before
+        self.take_away()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copied module gets a copy of what its user had put there, or its own class's method."""

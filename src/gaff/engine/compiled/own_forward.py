@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from gaff.compat import compiler
+from gaff.engine.forwards import Level
 from gaff.engine.replacements import Held
 
 kept_buffers = Held(compiler.without_donated_buffers)  # where hooks are compiled, or they could forbid retain_graph
@@ -33,7 +34,7 @@ class OwnForward:
     process.
     """
 
-    _standing: ClassVar[WeakKeyDictionary[nn.Module, list[Any]]] = WeakKeyDictionary()  # how many, ours, what was there
+    _standing: ClassVar[WeakKeyDictionary[nn.Module, list[Any]]] = WeakKeyDictionary()  # how many, and ours
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -48,8 +49,7 @@ class OwnForward:
             own = MethodType(_with_exits(_kind(module)), module)
         elif not compiler.is_compiled_function(before):
             own = _passing_on(before)
-        self._standing[module] = [1, own, before]
-        module.__dict__["forward"] = own
+        self._standing[module] = [1, Level(module, own)]
 
     def remove(self) -> None:
         """Count one less; with the last one what was there before comes back, unless somebody replaced it."""
@@ -58,11 +58,7 @@ class OwnForward:
         known[0] -= 1
         if not known[0]:
             del self._standing[self._module]
-            inside = self._module.__dict__
-            if inside.get("forward") is known[1]:
-                del inside["forward"]
-                if known[2] is not None:
-                    inside["forward"] = known[2]
+            known[1].take_away()
 
 
 def changes_output(module: nn.Module) -> bool:

@@ -99,11 +99,6 @@ class Standing:
                 held[:] = [new if value is old else value for value in held]
 
 
-def stands_in(tensor: Tensor) -> bool:
-    """Whether ``tensor`` stands in for a parameter now."""
-    return original_of(tensor) is not tensor
-
-
 def original_of(tensor: Tensor) -> Tensor:
     """The parameter for which ``tensor`` stands in, or itself."""
     standing = _BY_TENSOR.get(id(tensor))

@@ -14,7 +14,7 @@ from gaff.address.resolve import Found, is_container, iter_modules, join
 from gaff.compat import elements, libraries, memory
 from gaff.engine.clock import Run
 from gaff.engine.node import Node
-from gaff.engine.parameters.substitutes import stands_in
+from gaff.engine.parameters.substitutes import original_of
 from gaff.engine.streams import Stream
 from gaff.errors import PlanError
 
@@ -71,7 +71,7 @@ class StateValue:
             tensor = self._found.tensor
             if not self._is_lent:
                 self._near[run] = tensor
-            elif stands_in(tensor):
+            elif original_of(tensor) is not tensor:
                 self._near[run] = tensor.clone()
 
     def finish(self, run: Run, output: Any) -> None:
