@@ -17,9 +17,8 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 
 Around = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-_LEVELS: WeakKeyDictionary[nn.Module, list[ref[Level]]] = (
-    WeakKeyDictionary()
-)  # what stands there of gaff's, the last on top
+# What of gaff's stands on a module, the last on top.
+_LEVELS: WeakKeyDictionary[nn.Module, list[ref[Level]]] = WeakKeyDictionary()
 
 
 def users_forward(found: Any) -> Any:
