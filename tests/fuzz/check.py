@@ -11,7 +11,7 @@ import ast
 import random
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -564,13 +564,17 @@ class Together:
     sessions: list[Any]
 
     def __enter__(self) -> Any:
-        for session in self.sessions:
-            session.__enter__()
+        with ExitStack() as opening:
+            for session in self.sessions:
+                opening.enter_context(session)
+            opening.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for session in self.sessions:
-            session.__exit__(*error)
+        closing = ExitStack()  # all of them, also where one refuses
+        for session in reversed(self.sessions):
+            closing.push(session)
+        closing.__exit__(*error)
 
 
 class Sessions(Together):

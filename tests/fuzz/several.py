@@ -8,6 +8,7 @@ are drawn near one another, where several of them mean one tensor.
 from __future__ import annotations
 
 import random
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -39,21 +40,19 @@ class Asked(NamedTuple):
         return Several(capture, [*sessions[: self.place], capture, *sessions[self.place :]])
 
 
-class Several:
-    """Sessions that are opened in their order, and closed the last first."""
+class Several(ExitStack):
+    """Sessions that are opened in their order, and closed the last first, also where one of them refuses."""
 
     def __init__(self, capture: Any, sessions: list[Any]) -> None:
+        super().__init__()
         self.capture, self.sessions = capture, sessions
-        self.is_open: list[Any] = []
 
     def __enter__(self) -> Several:
-        for session in self.sessions:
-            self.is_open.append(session.__enter__())
+        with ExitStack() as opening:
+            for session in self.sessions:
+                opening.enter_context(session)
+            self.push(opening.pop_all())
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        for session in reversed(self.sessions):
-            session.__exit__(*error)
 
     def told(self, address: str) -> list[Tensor] | gaff.GaffError:
         """All that was told of an address, put together; or the refusal."""
@@ -114,26 +113,26 @@ class Comparison:
         self.text = repr(tuple(asked))
 
     def check(self) -> None:
-        try:
-            plain = self.ran(LAST)
-        except Exception:
-            return  # the program does not survive the edits
-        try:
-            others = [self.ran(LAST, self.checker.setting)] if self.checker.setting else [self.ran(0), self.ran(1)]
-        except Exception as error:
-            self.checker.crash(self.where, error, self.text)
-            return
-        for other in others:
-            if plain is not None and other is not None:
+        plain = self.ran(LAST)
+        for other in [self.ran(LAST, self.checker.setting)] if self.checker.setting else [self.ran(0), self.ran(1)]:
+            if isinstance(plain, Outcome) and isinstance(other, Outcome):
                 self.compare(plain, other)
+                continue
+            for one in (plain, other):
+                if isinstance(one, gaff.GaffError):
+                    self.checker.tally.refuse("several", one, self.where)
+            crashed = [one for one in (plain, other) if not isinstance(one, (Outcome, gaff.GaffError))]
+            if len(crashed) == 1 or any("does not require grad" not in str(one) for one in crashed):
+                self.checker.crash(self.where, crashed[0], self.text)
+            elif crashed:
+                self.checker.tally.unclear["the program does not survive two edits"] += 1
 
-    def ran(self, place: int, setting: Any = None) -> Outcome | None:
-        """The program with the capture opened in this place; None where gaff refuses."""
+    def ran(self, place: int, setting: Any = None) -> Outcome | Exception:
+        """What the program leaves with the capture opened in this place, or raises."""
         try:
             return run(self.checker.program, self.asked._replace(place=place).opened, setting=setting)
-        except gaff.GaffError as error:
-            self.checker.tally.refuse("several", error, self.where)
-            return None
+        except Exception as error:
+            return error
 
     def compare(self, plain: Outcome, other: Outcome) -> None:
         checker = self.checker

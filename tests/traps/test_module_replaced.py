@@ -33,3 +33,21 @@ def test_a_module_that_is_replaced_between_runs_is_not_told_by_its_old_value(is_
     assert torch.equal(got.run(0)["0"], first)
     with pytest.raises(gaff.ExactnessError, match="what is at this address now was not seen"):
         got.run(1)["0"]
+
+
+def test_gradients_of_runs_before_the_replacement_are_told():
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.randn(3, 2)
+
+    def captured():
+        with gaff.capture(model, "0:grad_output") as got:
+            first = model(x)
+            model[0] = nn.Linear(2, 2)
+            second = model(x)
+            (first.sum() + second.sum()).backward()
+        return got, first.detach()
+
+    with pytest.warns(UserWarning, match="grad_output: the module was replaced"):
+        got, first = captured()
+    torch.testing.assert_close(got.run(0)["0:grad_output"], 1 - first**2)
+    with pytest.raises(gaff.ExactnessError, match="the module was replaced"):
+        got.run(1)["0:grad_output"]

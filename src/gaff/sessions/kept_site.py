@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class KeptSite:
     none = 0  # events whose value was None
     evicted = 0  # events that were let go
     remarks: AbstractSet[str] = frozenset()
-    is_replaced = False  # what fires is no longer what the address names
+    replaced = inf  # the first run in which what fires is no longer what the address names
 
     def __init__(self, pattern: str, site: Site, keeper: Keeper, ledger: Ledger, last: int | None) -> None:
         self.patterns = [pattern]  # all that asked for this site
@@ -68,9 +69,10 @@ class KeptSite:
     def add(self, value: Any, run: Any, call: int) -> None:
         """A value passed, in a hook or in backward: keep it. Raises PlanError where the budget is exceeded.
 
-        Where the module has been replaced, what fires is no longer what the address names; the run was refused.
+        Once the module has been replaced, what fires is no longer what the address names, and the run was refused; what
+        backward brings to runs before is.
         """
-        if self.is_replaced:
+        if run.index >= self.replaced:
             return
         if ANY_PARTS:
             self._note_parts(value, run, call)
@@ -109,8 +111,9 @@ class KeptSite:
 
     def be_replaced(self, run: Any) -> None:
         """A run begins, and the module at this address is another one: what it does in this run is not seen."""
-        self.is_replaced = True
-        if self.fired:  # else that it never did is told at the end
+        self.replaced = min(self.replaced, run.index)
+        is_to_come = run.index > 0 and self.site.port in GRADIENT_PORTS  # of a run before
+        if self.fired or is_to_come:  # else that it never did is told at the end
             self.refuse(run, 0, REPLACED)
 
     def restart(self) -> None:
@@ -122,7 +125,7 @@ class KeptSite:
             self.inner.clear()
             self.none = self.evicted = 0
             self.remarks = frozenset()
-        self.is_replaced = False
+        self.replaced = inf
 
     def copy_all(self) -> None:
         """Take no short way: what passes lies in memory that compiled code will use again; see ``Keeper.copy_all``."""
