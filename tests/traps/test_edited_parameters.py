@@ -99,12 +99,18 @@ def test_the_gradient_of_the_parameter_itself_is_edited_and_captured(order):
     torch.testing.assert_close(got["lin.weight:grad"], true + 1)  # though the capture was there first
 
 
-@pytest.mark.parametrize("write", ["in place", "replaced"])
+@pytest.mark.parametrize("write", ["in place", "past torch", "by NumPy", "other data", "replaced"])
 def test_a_model_that_changes_the_parameter_in_its_forward_is_refused(write):
     def change(model):
         if write == "in place":
             with torch.no_grad():
                 model.lin.weight.mul_(2)
+        elif write == "past torch":  # no version counter tells
+            model.lin.weight.data.clamp_(-0.01, 0.01)
+        elif write == "by NumPy":
+            model.lin.weight.detach().numpy()[0, 0] = 7.0
+        elif write == "other data":
+            model.lin.weight.data = torch.ones(3, 3)
         else:
             model.lin.weight = nn.Parameter(torch.ones(3, 3))
 
@@ -114,6 +120,13 @@ def test_a_model_that_changes_the_parameter_in_its_forward_is_refused(write):
         gaff.edit(model, {"lin.weight:param": edits.scale(2.0)}),
     ):
         model(torch.randn(2, 3))
+
+
+def test_a_model_that_asks_where_its_edited_parameter_lies_changes_nothing_by_that():
+    model, x = Single(lambda model: model.lin.weight.data_ptr()), torch.randn(2, 3)  # torch parts the copies for it
+    with gaff.edit(model, {"lin.weight:param": edits.scale(2.0)}):
+        out = model(x)
+    torch.testing.assert_close(out, nn.functional.linear(x, 2 * model.lin.weight, model.lin.bias))
 
 
 def test_another_thread_does_not_get_the_edited_value():

@@ -77,6 +77,17 @@ def is_plain(tensor: Tensor) -> bool:
     return kind is Tensor or kind is torch.nn.Parameter or not is_traceable_wrapper_subclass(tensor)
 
 
+def has_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same bit for bit: a NaN is itself, -0 is not 0. False where their memory cannot tell.
+
+    Waits for a device.
+    """
+    if one.shape != other.shape or one.dtype != other.dtype or not (is_plain(one) and is_plain(other)):
+        return False
+    a, b = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(a, b)
+
+
 def is_readable(tensor: Tensor) -> bool:
     """Whether there are numbers that can be read here: not in meta and fake tensors, nor inside transforms."""
     kind = type(tensor)

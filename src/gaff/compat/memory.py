@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gaff.compat import distributed
+from gaff.compat import distributed, elements
 from gaff.compat.modes import outside_modes
 
 # Address of the memory behind a tensor: equal for all views of it, and (unlike ``data_ptr``) without making a
@@ -125,6 +125,32 @@ def version_probe(tensor: Tensor) -> Tensor:
     probe = tensor.detach()
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe
+
+
+def snapshot(tensor: Tensor) -> Tensor | None:
+    """What a tensor holds now, copy-on-write, by which ``is_as_in`` tells writes that the version counter misses.
+
+    None where there is no such copy: on other devices than the CPU, and for what lies in no plain memory of torch's.
+    """
+    lazy = lazy_clone()
+    if lazy is None or type(tensor) is not Tensor or not tensor.is_cpu or tensor.is_quantized:
+        return None
+    try:
+        with outside_modes(), torch.no_grad():
+            return lazy(tensor) if tensor.untyped_storage().resizable() else None
+    except RuntimeError:  # torch's word for sparse, nested or borrowed memory
+        return None
+
+
+def is_as_in(tensor: Tensor, snapshot: Tensor | None) -> bool:
+    """Whether a tensor holds what it held when ``snapshot`` was made of it; True where there is none.
+
+    Costs nothing unless torch has parted the two, for a write or because somebody asked for the address.
+    """
+    if snapshot is None or address_of(tensor) == address_of(snapshot):
+        return True
+    with outside_modes(), torch.no_grad():
+        return elements.has_bits(tensor, snapshot)
 
 
 @cache

@@ -100,20 +100,12 @@ class _Again:
                 continue
             stored = self._out.rows(shard_path(self._shard.number, known.file), name, known).run(0, len(rows))
             is_own = name in labels and not is_reserved(name)
-            if not (_has_bits(stored, rows) or (not is_own and _is_alike(stored, rows))):
+            if not (elements.has_bits(stored, rows) or (not is_own and _is_alike(stored, rows))):
                 raise RecordError(
                     f"{name}: the first batch of shard {self._shard.number} gives other rows than it did: a hook, an "
                     "edit, a function or a setting of the model is another, or a label: expected the same again, "
                     "another out=, or accept_changes=True"
                 )
-
-
-def _has_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether rows are the same bit for bit; a NaN is the same as itself."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    a, b = (value.contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
-    return torch.equal(a, b)
 
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:

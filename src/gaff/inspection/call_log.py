@@ -58,8 +58,8 @@ NOT_YET = Returned()
 class CallNotes:
     """One call while it is traced, and after it.
 
-    ``call`` counts entries, ``output_call`` returns, as call numbers of inputs and outputs do: they differ where a
-    module calls itself. Made by ``CallLog.enter``; ``started`` and ``flops`` are what the clock and the counter showed
+    ``call`` counts entries, as call numbers of inputs do; those of outputs count returns, and differ where a module
+    calls itself. Made by ``CallLog.enter``; ``started`` and ``flops`` are what the clock and the counter showed
     when it began, and ``aside_s`` what looking had taken until then. ``makers`` are the calls whose values it is
     given, and whether that is known: else they came before, and who made it is not known. ``returned`` is ``NOT_YET``
     until ``CallLog.leave``, and stays so where an exception ended the call.
@@ -74,7 +74,6 @@ class CallNotes:
     input: str
     started: float = 0.0
     aside_s: float = 0.0
-    output_call: int | None = None  # None: it has not returned
     makers: list[tuple[CallNotes, bool]] = field(default_factory=list)  # those that are known first
     returned: Returned = NOT_YET
     gradients: dict[str, Gradient] = field(default_factory=dict)
@@ -197,7 +196,6 @@ class CallLog:
         with self.aside() as ended:
             while self._open.pop() is not notes:
                 pass  # left by an exception
-            notes.output_call = call
             self._by_number[notes.site, call, True].append(notes)
             self._left(notes, output, max(0.0, ended - notes.started - taken_s))
 

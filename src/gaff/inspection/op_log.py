@@ -21,7 +21,6 @@ from gaff.address.grammar import ATTENTIONS, WEIGHTS, Site, print_key
 from gaff.address.nested import Arguments, iter_tensors, shape_text
 from gaff.address.resolve import called_modules, iter_modules, join
 from gaff.compat import memory
-from gaff.compat.autograd import next_sequence
 from gaff.engine.ops.attention import Weights
 from gaff.engine.ops.calls import OpCall
 from gaff.engine.session import Session
@@ -63,19 +62,13 @@ class OpRow:
 
 @dataclass(slots=True)
 class OpNotes:
-    """One call of one op, while it runs and after it. Holds no tensor.
-
-    ``first_node``, ``last_node``: what autograd would number its next node before and after the op, in this thread.
-    The op is not ``is_complete`` where it raised, or turned out to be none.
-    """
+    """One call of one op; not ``is_complete`` where it raised, or turned out to be none. Holds no tensor."""
 
     site: Site
     run: Any
     place: tuple[str, int]  # file, line
     function: str
     inputs: tuple[tuple[str, str], ...]
-    first_node: int  # sequence number of autograd nodes before and after it
-    last_node: int = 0
     output: str = ""
     dtype: str = ""
     is_complete: bool = False
@@ -179,7 +172,6 @@ class OpLog:
             place_of(call.place),
             call.place.f_code.co_name,
             tuple((shape_text(tensor), self.producers.of(tensor)) for tensor in tensors),
-            next_sequence(),
         )
         self.ops.append(notes)
         self._open.append(notes)
@@ -194,7 +186,6 @@ class OpLog:
             self._open.pop()  # ended by an exception, or no op after all
         notes = self._open.pop()
         tensors = [tensor for _, tensor in iter_tensors(output)]
-        notes.last_node = next_sequence()
         notes.output = shapes_text(output)
         notes.dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         notes.weights = _weights_of(call) if call.site.op in ATTENTIONS else None

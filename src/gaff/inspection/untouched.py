@@ -103,19 +103,5 @@ def _write_back(tensor: Tensor, saved: Tensor) -> None:
     with torch.no_grad():
         if tensor.shape != saved.shape:
             tensor.resize_(saved.shape)
-        if not _has_bits(tensor, saved):
+        if not (tensor.is_meta or elements.has_bits(tensor, saved)):
             tensor.copy_(saved)
-
-
-def _has_bits(one: Tensor, other: Tensor) -> bool:
-    """Bitwise equality; False where it is not known. Version counters do not tell: batch norm writes without them."""
-    if one.is_meta:
-        return True
-    if not elements.is_plain(one):
-        return False
-    return torch.equal(_bytes(one), _bytes(other))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The elements of a tensor as bytes, flat: NaN are equal to themselves then, and -0 is not equal to 0."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -29,6 +29,13 @@ class _Row(NamedTuple):
     tensor: Tensor
     version: int  # of the tensor, then
     task: int
+    snapshot: Tensor | None  # of what it held, where it has memory of its own
+
+    @property
+    def is_written(self) -> bool:
+        """Whether somebody wrote into the tensor since it was put there: also by ``.data``, as far as can be told."""
+        is_counted = memory.version_of(self.tensor) != self.version
+        return is_counted or not memory.is_as_in(self.tensor, self.snapshot)
 
 
 class Standing:
@@ -57,7 +64,8 @@ class Standing:
         if isinstance(self.original, nn.Parameter) and not isinstance(new, nn.Parameter):
             new._is_param = True  # what torch asks for where code asks for the class
             self._called.append(new)
-        self._rows.append(_Row(key, new, memory.version_of(new), task))
+        snapshot = None if memory.shares(new, self.original) else memory.snapshot(new)
+        self._rows.append(_Row(key, new, memory.version_of(new), task, snapshot))
         _BY_TENSOR[id(self.original)] = _BY_TENSOR[id(new)] = self
 
     def is_of(self, task: int) -> bool:
@@ -83,7 +91,7 @@ class Standing:
             _step_back(self.original)
         if self.now is not before:
             self._put(before, self.now)
-        return was_there and memory.version_of(row.tensor) == row.version
+        return was_there and not row.is_written
 
     @property
     def now(self) -> Tensor:
