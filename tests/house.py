@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 39_000
-MOST_OF_CORE = 13_700
+MOST_LINES = 39_300
+MOST_OF_CORE = 13_760
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

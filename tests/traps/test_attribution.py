@@ -187,3 +187,16 @@ def test_a_function_that_keeps_the_graph_it_makes_in_its_forward():
         model(x).sum().backward()
     assert torch.equal(got["lin:grad_output"], torch.ones(2, 3))
     assert torch.equal(got["lin:grad_input"], x.grad)
+
+
+@pytest.mark.parametrize("runs", [0, 1, 2])
+@pytest.mark.parametrize("what", ["an earlier forward", "the parameter alone"])
+def test_a_gradient_of_no_run_is_told_as_one_however_many_there_were(model, runs, what):
+    x = torch.randn(2, 3)
+    loss = model(x).sum()
+    with gaff.capture(model, "0.weight:grad") as got:
+        for _ in range(runs):
+            model(x)
+        (loss if what == "an earlier forward" else model[0].weight.pow(2).sum()).backward()
+    assert torch.equal(got.run(-1)["0.weight:grad"], model[0].weight.grad)
+    assert not any(got.run(run).all("0.weight:grad") for run in range(runs))

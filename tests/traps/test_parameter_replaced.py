@@ -1,5 +1,7 @@
 """load_state_dict(assign=True) puts new parameters in place: the site follows them."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -78,3 +80,30 @@ def test_a_parameter_that_another_tensor_was_swapped_into_is_refused():
         model(x).sum().backward()
         torch.utils.swap_tensors(model.weight, nn.Parameter(torch.randn(2, 3)))
         model(x).sum().backward()
+
+
+def test_all_that_stand_in_for_a_parameter_are_followed_however_many():
+    model, x = nn.Linear(3, 2), torch.randn(2, 3)
+    members = [
+        {name: value.detach().clone().requires_grad_() for name, value in model.named_parameters()} for _ in range(12)
+    ]
+    with gaff.capture(model, "weight:grad") as got:
+        sum(functional_call(model, member, (x,)).sum() for member in members).backward()
+    assert len(got.all("weight:grad")) == len(members)
+    with gaff.edit(model, {"weight:grad": gaff.edits.zero()}):
+        for member in members:
+            member["weight"].grad = None
+        sum(functional_call(model, member, (x,)).sum() for member in members).backward()
+    assert not any(member["weight"].grad.any() for member in members)
+
+
+def test_what_stood_in_for_a_parameter_is_freed():
+    model, x = nn.Linear(3, 2), torch.randn(2, 3)
+    gone = []
+    with gaff.capture(model, "weight:grad", last=1):
+        for _ in range(20):
+            own = {name: value.detach().clone().requires_grad_() for name, value in model.named_parameters()}
+            functional_call(model, own, (x,)).sum().backward()
+            gone.append(weakref.ref(own["weight"]))
+            del own
+        assert not any(one() is not None for one in gone[:-1])

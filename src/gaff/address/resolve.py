@@ -9,8 +9,8 @@ exported graph must be seen as its tree. Nothing here changes the model, and tor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gaff.address.grammar import (
     ANY_DEPTH,
@@ -70,14 +70,20 @@ class Found(NamedTuple):
         return found
 
 
+@cache
+def _modules_of_torch() -> Any:
+    """``torch.nn``, imported when it is first needed: an import inside a function costs a session 0.3 us a time."""
+    from torch import nn
+
+    return nn
+
+
 def need_module(model: object) -> None:
     """Raises PlanError when ``model`` is no module, or TorchScript.
 
     The commonest slip is to give the class, or the output.
     """
-    from torch import nn
-
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, _modules_of_torch().Module):
         what = f"the class {model.__name__}: make one first" if isinstance(model, type) else f"a {type(model).__name__}"
         raise PlanError(f"expected a model (torch.nn.Module), got {what}")
     if is_script(model):
@@ -125,10 +131,8 @@ def resolve(
     several names only the first is told, or it would be hooked twice; an exact address keeps the name that it was
     given. ``is_edit``: a standard name means where its value is made, if it goes around the module that is given it.
     """
-    from torch import nn
-
     need_module(model)
-    if isinstance(wanted, nn.Module):
+    if isinstance(wanted, _modules_of_torch().Module):
         return [_find_object(model, wanted)]
     if isinstance(wanted, str):
         wanted = parse(wanted)
@@ -230,9 +234,8 @@ def _refuse_port(address: Address) -> None:
 
 def is_container(module: nn.Module) -> bool:
     """Whether a module has no forward of its own (ModuleList, ModuleDict, ParameterList ...) and so is never called."""
-    from torch import nn
-
-    return getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in module.__dict__
+    unset = _modules_of_torch().Module.forward
+    return getattr(type(module), "forward", None) is unset and "forward" not in module.__dict__
 
 
 def _has_values(module: nn.Module) -> bool:

@@ -34,6 +34,17 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_spread(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def known_here(tensor: Tensor) -> Tensor | None:
+    """The value of a tensor as far as this process has it whole, without communication; else None.
+
+    A DTensor that is the same everywhere is its local part; one in parts, or a sum that is still due, is not known.
+    """
+    if not is_spread(tensor):
+        return tensor
+    is_whole = all(one.is_replicate() for one in tensor.placements)  # type: ignore[attr-defined]
+    return local_of(tensor) if is_whole else None
+
+
 def whole_of(tensor: Tensor) -> Tensor:
     """A DTensor put together, for which all processes of its mesh must ask; any other tensor itself."""
     return tensor.detach().full_tensor() if is_spread(tensor) else tensor  # type: ignore[attr-defined]

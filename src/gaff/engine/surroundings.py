@@ -127,10 +127,11 @@ def look(model: nn.Module, *, allows_flat: bool = False) -> Surroundings:
             if not (allows_flat and kind == "sharded"):
                 _refuse(model, module, kind)
         is_compiled = is_compiled or inside.get("_compiled_call_impl") is not None
-        odd = next((one for one in inside["_parameters"].values() if type(one) not in _PLAIN), None)
+        parameters = inside["_parameters"]
+        odd = next((one for one in parameters.values() if type(one) not in _PLAIN), None) if parameters else None
         if odd is not None:
             _refuse(model, module, type(odd).__name__)
-        held += [inside["_parameters"], inside["_buffers"]]
+        held += [parameters, inside["_buffers"]]
     distributed.refuse_localized(model.parameters())
     insides = tuple(map(tuple, map(dict.values, tables)))
     memory = _memory_of(held, own)

@@ -257,19 +257,20 @@ class Wiring:
         for node in self.nodes.values():
             if node.entry.taps or node.entry.acts:
                 node.has_entry = True
-        above: dict[int, frozenset[Node]] = {}  # by identity of the chain, which siblings share
+        above: dict[tuple[int, ...], frozenset[Node]] = {}  # by identities of the modules around, as siblings have them
         for tap in self.taps:
             chain = tap.found.chain
             if tap.found.site.port == "grad":
                 continue  # a parameter's gradient needs no hook on a module
-            if id(chain) not in above:
+            key = tuple(map(id, chain))
+            if key not in above:
                 hooked = [self._node(module) for module in chain]
                 for node in hooked:
                     node.has_entry = True
                 for depth, node in enumerate(hooked):
                     node.above |= frozenset(hooked[:depth])
-                above[id(chain)] = frozenset(hooked)
-            node, around = self.nodes[id(tap.found.module)], above[id(chain)]
+                above[key] = frozenset(hooked)
+            node, around = self.nodes[id(tap.found.module)], above[key]
             node.above = node.above | around if node.above else around
         self._clock.resize(len(self.nodes))
 

@@ -71,7 +71,7 @@ class Capture(Captured):
         self._by_object: dict[tuple[object, ...], KeptSite] = {}
         self._found: tuple[int, Streams[KeptSite]] | None = None  # the sites by address, when there were so many
         self._missing: list[str] = []
-        self._keepers: list[Keeper] = []
+        self._keepers: dict[tuple[int, bool, bool], Keeper] = {}  # one for all requests that keep alike
         self._places: Whereabouts | None = None  # at opening
         self._taps = self._make_taps(model) if model is not None else []
         tensor_taps = [self._make_tensor_tap(name, tensor) for name, tensor in tensors.items()]
@@ -92,7 +92,7 @@ class Capture(Captured):
         Where values of DTensors are reduced, all ranks must open the same capture: reducing communicates. Raises
         PlanError where one does not.
         """
-        if self._model is not None and any(keeper.reduce for keeper in self._keepers):
+        if self._model is not None and any(keeper.reduce for keeper in self._keepers.values()):
             ranks = distributed.ranks_of(self._model.parameters())  # what reduces a DTensor talks to the others
             distributed.agree(ranks, f"capture {'; '.join(map(str, self._plan.requests))}")
         if self._session.was_opened:
@@ -107,7 +107,7 @@ class Capture(Captured):
 
     def _make_ready(self) -> None:
         """The hooks are there: tell the keepers whose memory they must not share, and note where the modules hang."""
-        for keeper in self._keepers:
+        for keeper in self._keepers.values():
             keeper.meet(self._session.clock, self._model)
             if self._session.is_traced:
                 keeper.copy_all()
@@ -226,7 +226,7 @@ class Capture(Captured):
         return taps
 
     def _make_keeper(self, reduce: Any, site: Site) -> Keeper:
-        """How values of one request are kept, noted so that it hears of the session when that is opened.
+        """How values of a request are kept, noted so that it hears of the session when that is opened.
 
         Buffers and parameters are copied; parameters only unless ``reference`` was asked for.
         """
@@ -234,8 +234,11 @@ class Capture(Captured):
         # batch norm writes into its buffers without torch's version counter: a reference to one could not be checked
         is_state = site.port == "buffer" or (site.port == "param" and not options.reference)
         is_gradient = site.port == "grad" or site.port in GRADIENT_PORTS
-        keeper = Keeper(options, reduce or options.reduce, is_state=is_state, is_gradient=is_gradient)
-        self._keepers.append(keeper)
+        reduce = reduce or options.reduce
+        key = id(reduce), is_state, is_gradient
+        keeper = self._keepers.get(key)
+        if keeper is None:
+            keeper = self._keepers[key] = Keeper(options, reduce, is_state=is_state, is_gradient=is_gradient)
         return keeper
 
     def _make_tensor_tap(self, name: str, tensor: Tensor) -> TensorTap:
@@ -307,7 +310,7 @@ def raise_if_silent(receipt: Receipt, excused: AbstractSet[str] = frozenset()) -
     names = ", ".join(repr(name) for name in silent)
     rows = [row for row in receipt.rows if row.pattern in silent]
     reasons = [row.reason for row in rows if row.reason not in ("", NOT_CALLED, NO_BACKWARD)]
-    if any(name.rpartition(":")[2].partition("[")[0] in ("grad", *GRADIENT_PORTS) for name in silent):
+    if any(row.site.rpartition(":")[2].partition("[")[0] in ("grad", *GRADIENT_PORTS) for row in rows):
         hint = "a gradient needs backward() inside the session"
     elif not receipt.runs:
         hint = "the model was never called inside the session (or only inside a backward pass, or on another thread)"

@@ -133,10 +133,10 @@ def size_of(kept: Any) -> int:
 class Keeper:
     """Turns a passing value into one that can be read later.
 
-    One for each request of a capture, shared by its sites; holds the options and no values. ``is_state``: what is
-    kept are parameters or buffers, and is copied. ``is_gradient``: it is gradients. ``is_loose``: values are handed out
-    as they are, with their autograd graph or by reference, as was asked. ``is_plain``: no option asks for anything.
-    ``wants_graph``: values are kept with their autograd graph.
+    One for all requests of a capture that keep alike, shared by their sites; holds the options and no values.
+    ``is_state``: what is kept are parameters or buffers, and is copied. ``is_gradient``: it is gradients. ``is_loose``:
+    values are handed out as they are, with their autograd graph or by reference, as was asked. ``is_plain``: no option
+    asks for anything. ``wants_graph``: values are kept with their autograd graph.
     """
 
     def __init__(

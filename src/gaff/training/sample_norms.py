@@ -12,7 +12,7 @@ of a parameter is complete the norms of it are computed and checked against it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -106,6 +106,10 @@ class SampleNorms:
         """Raise NeverFiredError where the block ends well and there was nothing to measure in it."""
         if error is None and not self._has_gradient:
             raise NeverFiredError("sample_norms saw no gradient: expected model(...) and backward() inside the session")
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the parameters that are followed."""
+        return iter(self._names)
 
     def __getitem__(self, name: str) -> Tensor:
         """Norms of the examples' gradients of one parameter. Raises SiteError for one that is not followed."""
@@ -265,8 +269,9 @@ class SampleNorms:
                 self._refuse(
                     index,
                     f"{name}: the layers that are followed account for a part of its gradient only: it is also used in "
-                    "another way (F.linear, a tied layer that is not followed), a hook, penalty or edit set before "
-                    "changed its gradient, or its square is out of float32's range"
+                    "another way (F.linear, a tied layer that is not followed), an edit of the layer's output or "
+                    "weight is open, a hook, penalty or edit set before changed its gradient, or its square is out of "
+                    "float32's range"
                     if math.isfinite(square)
                     else f"{name}: its gradient is not finite",
                 )

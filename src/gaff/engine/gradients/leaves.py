@@ -5,13 +5,16 @@ A hook on a leaf stays from run to run, and needs no module; what it tells is wh
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from gaff.compat import autograd, checkpoints
+from gaff.compat import autograd, checkpoints, memory
 from gaff.engine.clock import Clock, Run
+from gaff.engine.gradients.armed import STALE
 from gaff.engine.gradients.derivatives import outermost_passes
 from gaff.engine.gradients.later import NEEDS_NONE
 from gaff.engine.gradients.pending import BATCHED, NOT_REACHED, Gradients
@@ -24,7 +27,10 @@ SWAPPED = (
     "took the hook along: open the session after that"
 )
 REPLACED = "the parameter was replaced by another tensor, or one stood in for it, while the session was open"
-_MOST_HOOKED = 8
+APART = (
+    "the gradient comes in parts, by backward passes inside one another: of reentrant checkpoints, for which "
+    "use_reentrant=False helps, or of autograd.grad in the backward of a custom Function"
+)
 OFFLOADED_GRADIENT = "it lies on the meta device between calls (offloaded): its gradient goes to a copy that is dropped"
 
 
@@ -54,9 +60,17 @@ class LeafGradient:
         self._clock = clock
         self._find = find
         self._tensor: Tensor | None = None
-        self._hooked: dict[int, tuple[Tensor, int, Any]] = {}  # by identity: a tensor, what it held then, its hook
+        # by identity: what returns the tensor, or None once it is gone, what that held when hooked, and its hook
+        self._hooked: dict[int, tuple[Callable[[], Tensor | None], int, Any]] = {}
+        self._view: GivenView | None = None  # where the user gave one
+        self._prune_at = 8
         self._has_fired = False
         self._last: tuple[int, Any] = (-1, None)  # the backward pass and checkpoint of the last arrival
+
+    @property
+    def _position(self) -> int:
+        """Which output of its autograd node the tensor is."""
+        return self._tensor.output_nr if self._tensor is not None else 0
 
     @property
     def only_looks(self) -> bool:
@@ -85,18 +99,37 @@ class LeafGradient:
         tensor = self._find()
         if tensor is not self._tensor and self._tensor is not None:
             self._stream.skip(REPLACED)
+            self._let_go(self._tensor)
         self._tensor = tensor
         known = self._hooked.get(id(tensor))
+        if known is not None and known[0]() is not tensor:
+            known = None  # that one is gone, and this one has its place
         if known is not None and known[1] != tensor._cdata:
-            self._hooked[id(tensor)] = tensor, tensor._cdata, known[2]
+            self._hooked[id(tensor)] = known[0], tensor._cdata, known[2]
             self._stream.refuse(run or self._clock.before, 0, SWAPPED)
         elif known is None and tensor.requires_grad and (tensor.is_leaf or self._is_anywhere):
-            handle = on_gradient(tensor, self._arrived)
-            self._hooked[id(tensor)] = tensor, tensor._cdata, handle
-            if not self.only_looks:
-                take_turn(handle, self.number)
-            if len(self._hooked) > _MOST_HOOKED:  # others for each run: the first, and the last few, are followed
-                self._hooked.pop(list(self._hooked)[1])[2].remove()
+            self._hook(tensor)
+
+    def _let_go(self, tensor: Tensor) -> None:
+        """Hold a tensor weakly that has been replaced, as others for each run are.
+
+        Not the first, which is the parameter itself: torch refuses to swap a tensor that somebody holds weakly.
+        """
+        known = self._hooked.get(id(tensor))
+        if known is not None and next(iter(self._hooked)) != id(tensor):
+            self._hooked[id(tensor)] = weakref.ref(tensor), *known[1:]
+
+    def _hook(self, tensor: Tensor) -> None:
+        """Set the hook of one tensor, and forget those that are gone."""
+        if len(self._hooked) >= self._prune_at:
+            self._hooked = {at: known for at, known in self._hooked.items() if known[0]() is not None}
+            self._prune_at = 2 * len(self._hooked) + 8
+        handle = on_gradient(tensor, self._arrived)
+        self._hooked[id(tensor)] = partial(_itself, tensor), tensor._cdata, handle
+        if not self.only_looks:
+            take_turn(handle, self.number)
+        if tensor._is_view() and not tensor.is_leaf:
+            self._view = GivenView(tensor, self._arrived_elsewhere)
 
     def remove(self) -> None:
         """Take the hooks away; ``follow`` can set one again."""
@@ -105,6 +138,8 @@ class LeafGradient:
         for _, _, handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()
+        if self._view is not None:
+            self._view.remove()
 
     def coming(self) -> None:
         """Note that backward has reached the gathered parameter, and whose run that is.
@@ -151,37 +186,82 @@ class LeafGradient:
         run = run or self._clock.before
         self._gradients.seen(run)
         self._has_fired = True
-        if autograd.is_wrapper(gradient):
-            self._stream.refuse(run, 0, BATCHED)
+        why = BATCHED if autograd.is_wrapper(gradient) else STALE if self._view and self._view.is_stale() else ""
+        if why:
+            self._stream.refuse(run, 0, why)
             return None
         if self._gradients.has_edits:
             self._refuse_parts(run)
         return self._stream.add(gradient, run, 0)
 
+    def _arrived_elsewhere(self) -> None:
+        """A gradient has come to what a view was made of, past the view: nothing tells what of it was the view's."""
+        run = self._run()
+        if self._gradients.is_open and (run is not None or self._clock.is_own_backward()):
+            run = run or self._clock.before
+            self._gradients.seen(run)
+            self._has_fired = True
+            self._stream.refuse(run, 0, STALE)
+
     def _run(self) -> Run | None:
-        """The run whose backward pass this is: one whose outputs it has come by, the last of several; or the only one.
+        """The run whose backward pass this is: one whose outputs it has come by, the last of several.
 
         Inside a reentrant checkpoint, which runs a pass of its own, it is the run that made the checkpoint's node.
-        None where several runs have been and the pass came by nothing that they made of the tensor: it may be of an
-        earlier forward, or of a loss on the tensor itself.
+        Where the pass came by no output, that which made the nodes from which the gradient comes. None where no run
+        did: it is of an earlier forward, or of a loss on the tensor itself; or where nothing tells, and there were
+        several.
         """
         runs = list(self._gradients.runs_of(autograd.backward_task()))
         if not runs:
             made = (self._clock.run_of(function) for function in checkpoints.recomputing_functions())
             runs = [run for run in made if run is not None]
+        if runs or not self._clock.is_own_backward():
+            return runs[-1] if runs else None
         latest = self._clock.latest
-        is_only = latest.index <= 0 and self._clock.is_own_backward()
-        return runs[-1] if runs else latest if is_only else None
+        nodes = self._gradients.pass_graph.handing_to(self._position) if latest.index >= 0 else None
+        if not nodes:
+            return latest if latest.index <= 0 else None
+        made = (self._clock.run_of(node) for node in nodes if autograd.is_due(node))
+        return max((run for run in made if run is not None), key=lambda run: run.index, default=None)
 
     def _refuse_parts(self, run: Run) -> None:
         """Refuse to edit a gradient that comes in parts; an edit of each part is no edit of their sum.
 
-        Reentrant checkpoints run backward apart: a parameter used in two, or in one and outside, gets its gradient in
-        parts. A second arrival in the same pass from another place tells that.
+        Reentrant checkpoints run backward apart, and so may a custom Function: a parameter used in two of them, or in
+        one and outside, gets its gradient in parts. A second arrival in the same pass from another place tells that.
         """
         region = next(checkpoints.recomputing_functions(), None)
         last, self._last = self._last, (outermost_passes(), region)
         if last[0] == self._last[0] and last[1] is not region:
-            self._stream.refuse(
-                run, 0, "the gradient comes in parts, for reentrant checkpoints are apart: expected use_reentrant=False"
-            )
+            self._stream.refuse(run, 0, APART)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class GivenView:
+    """What the user gave is a view: once it or its base is written to in place, torch tells a part of its gradient.
+
+    ``elsewhere`` is called with each gradient that comes to the base after that, past the view.
+    """
+
+    def __init__(self, tensor: Tensor, elsewhere: Callable[[], None]) -> None:
+        self._probe = memory.version_probe(tensor)
+        self._version = self._probe._version
+        self._elsewhere = elsewhere
+        base = tensor._base
+        self._handle = on_gradient(base, self._arrived) if base is not None and base.grad_fn is not None else None
+
+    def is_stale(self) -> bool:
+        """Whether the memory of the view was written to in place since it was given."""
+        return self._probe._version != self._version
+
+    def remove(self) -> None:
+        """Take the hook of the base away."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _arrived(self, gradient: Tensor | None) -> None:
+        if gradient is not None and self.is_stale():
+            self._elsewhere()

@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from gaff.compat import elements
+from gaff.compat import distributed, elements
 from gaff.inspection.nonfinite.unsafe_ops import UnsafeOp, steep_ops
 from gaff.training.watch.loss_graph import facts_of_graph, first_numbers, reaches
 from gaff.training.watch.mixing_axis import wrong_axis
@@ -103,11 +103,15 @@ class Losses:
         """``clip_grad_norm_`` has found this norm, and scales gradients to ``most`` where it is more. Never waits.
 
         ``is_stale``: they are those of the step before. Without a norm ``clip_grad_value_`` has limited each element.
+        A norm of which each process has a part (FSDP2, tensor parallelism) is left out: it takes all of them to tell.
         """
         if norm is None:
             self.facts["clipped_by_value"] = float(most)
             return
-        self.unclipped = norm.detach() if isinstance(norm, Tensor) else float(norm)
+        known = distributed.known_here(norm.detach()) if isinstance(norm, Tensor) else float(norm)
+        if known is None:
+            return
+        self.unclipped = known
         factor = self.factor_on()
         self.facts["clipped"] = {
             "norm": self.unclipped,
