@@ -2,11 +2,13 @@
 
 import copy
 import math
+from contextlib import ExitStack
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gaff
 from gaff.errors import NonFiniteError, PlanError
@@ -360,6 +362,23 @@ def test_a_warning_guard_says_that_a_spoiled_parameter_followed_from_what_it_tol
     assert first.direction == "backward"
     assert then.direction == "update"
     assert "before what was told first" in then.cause
+
+
+@pytest.mark.parametrize("other", ["another guard", "a hook of the user's", "a watch inside"])
+def test_a_warning_guard_lets_the_step_go_on_beside_hooks_that_come_later(other, tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.guard(model, action="warn") as guard, ExitStack() as stack:
+        if other == "another guard":
+            stack.enter_context(gaff.guard(model[0], action="warn"))
+        elif other == "a watch inside":
+            stack.enter_context(gaff.watch(model, optimizer, out=tmp_path / "run"))
+        else:
+            stack.callback(register_optimizer_step_pre_hook(lambda *given: None).remove)
+        torch.log(model(torch.ones(4, 3)).mean() * 0).backward()
+        with pytest.warns(UserWarning, match="not finite"):
+            optimizer.step()
+    assert len(guard.reports) == 1
 
 
 def test_transitions_that_are_never_taken_are_no_alarm():

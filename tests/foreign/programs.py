@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 PROGRAMS: dict[str, Callable[[], None]] = {}
 
@@ -845,6 +846,51 @@ def threads_run_models():
     for one in threads:
         one.join()
     show(sorted(told), threading.active_count() >= 1)
+
+
+@program
+def all_threads_that_are_there_are_waited_for():
+    model = Net()
+    train(model, torch.optim.SGD(model.parameters(), 0.1))
+    for one in threading.enumerate():
+        if one is not threading.main_thread():
+            one.join(60)
+            show(one.is_alive(), "was there")
+    show(threading.active_count())
+
+
+class OfNoLength(Sampler):
+    """Batches of two, whose number nobody may ask for."""
+
+    def __iter__(self):
+        return iter([[at, at + 1] for at in range(0, 8, 2)])
+
+    def __len__(self):
+        raise ValueError("how many there will be is not known")
+
+
+@program
+def a_loader_is_not_asked_for_its_length():
+    model, asked = Net(), []
+
+    class Estimated(IterableDataset):
+        def __iter__(self):
+            return iter(batch(8))
+
+        def __len__(self):
+            asked.append(len(asked))
+            return 3  # torch warns of more, once somebody has asked
+
+    data = TensorDataset(batch(8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for loader in (DataLoader(data, batch_sampler=OfNoLength()), DataLoader(Estimated(), batch_size=None)):
+        for given in loader:
+            optimizer.zero_grad()
+            loss = model(given[0].reshape(-1, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            show(loss)
+    show(asked)
 
 
 @program

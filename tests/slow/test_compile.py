@@ -1,5 +1,8 @@
 """A compiled model is seen and changed as an eager one, and is itself again afterwards; never a silent nothing."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -333,3 +336,20 @@ def test_weights_of_fused_attention_are_seen_with_the_code_run_eagerly(whole):
         assert torch.allclose(run(x), net[1].bias.expand(2, 5, 4))
     assert len(changed.receipt.notes) == 2
     assert torch.allclose(run(x), bare)
+
+
+def test_a_compiled_model_is_freed_while_it_is_watched(tmp_path):
+    def train():
+        net = model()
+        compiled = torch.compile(net, backend="aot_eager")
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            compiled(torch.randn(2, 4)).square().mean().backward()
+            optimizer.step()
+        return weakref.ref(net)
+
+    with gaff.watch(out=tmp_path / "run"):
+        gone = train()
+        gc.collect()
+        assert gone() is None

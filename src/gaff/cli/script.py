@@ -72,7 +72,9 @@ def examine(
         to_stderr(f"gaff: the script ended with exit code {code}, and no NaN or inf was found before")
         sys.exit(code)
     if not guards:
-        raise PlanError(f"{path!r} called no module of torch: expected a training script; there was nothing to look at")
+        raise PlanError(
+            f"{path!r} called no module of torch on its main thread: expected a training script; nothing was looked at"
+        )
     steps = sum(one.steps for one in guards)
     return Report(False, notes=(f"looked at {counted(len(guards), 'model')}, {counted(steps, 'optimizer step')}",))
 

@@ -31,32 +31,37 @@ def users_forward(found: Any) -> Any:
 class Level:
     """That ``stands``, or else this itself, is the ``forward`` of a module, over what was ``before``, until taken away.
 
-    Levels of several sessions go in any order: what is taken away from between two others is not put back later.
+    Levels of several sessions go in any order: what is taken away from between two others is not put back later. The
+    module holds what stands on it, and is held weakly.
     """
 
     def __init__(self, module: nn.Module, stands: Any = None) -> None:
-        self._module, self._other = module, stands
+        self._module = ref(module)
+        self._other = None if stands is None else ref(stands)
         self.before = module.__dict__.get("forward")
         module.__dict__["forward"] = self._stands
         _LEVELS.setdefault(module, []).append(ref(self))
 
     @property
     def _stands(self) -> Any:
-        return self if self._other is None else self._other
+        return self if self._other is None else self._other()
 
     def take_away(self) -> None:
         """What was there before comes back, unless somebody stands before this or has replaced it."""
-        levels = [level for one in _LEVELS.pop(self._module, ()) if (level := one()) is not None]
-        above = next((one for one in levels if one.before is self._stands), None)
-        inside = self._module.__dict__
+        module, stands = self._module(), self._stands
+        if module is None:
+            return
+        levels = [level for one in _LEVELS.pop(module, ()) if (level := one()) is not None]
+        above = next((one for one in levels if one.before is stands), None)
+        inside = module.__dict__
         if above is not None:
             above.before = self.before
-        elif inside.get("forward") is self._stands:
+        elif inside.get("forward") is stands:
             del inside["forward"]
             if self.before is not None:
                 inside["forward"] = self.before
         if rest := [ref(one) for one in levels if one is not self]:
-            _LEVELS[self._module] = rest
+            _LEVELS[module] = rest
 
 
 class StandIn(Level):
@@ -78,7 +83,7 @@ class StandIn(Level):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``around``, or what was there before, where this is removed but others still stand before it."""
         caller = sys._getframe(1).f_locals.get("self")  # torch's own call of the module
-        if isinstance(caller, nn.Module) and caller is not self._module and caller.__dict__.get("forward") is self:
+        if isinstance(caller, nn.Module) and caller is not self._module() and caller.__dict__.get("forward") is self:
             return type(caller).forward(caller, *args, **kwargs)  # a shallow copy, which shares its attributes
         if self._is_removed:
             return self._original(*args, **kwargs)
@@ -103,7 +108,8 @@ class StandIn(Level):
         users = users_forward(self)
         if users is not None:
             return copy.deepcopy(users, memo)
-        copied = memo.get(id(self._module), self._module)
+        module: Any = self._module()  # which is being copied
+        copied = memo.get(id(module), module)
         return MethodType(type(copied).forward, copied)
 
     def __reduce__(self) -> Any:
@@ -111,4 +117,4 @@ class StandIn(Level):
         users = users_forward(self)
         if users is not None:
             return cast, (None, users)  # which is its second argument, and of the standard library
-        return getattr, (self._module, "forward")  # whose class answers, since it is read before its attributes
+        return getattr, (self._module(), "forward")  # whose class answers, since it is read before its attributes

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from types import FunctionType, MethodType
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -31,13 +31,13 @@ class OwnForward:
 
     It runs what was there before: the method of the class, or an attribute of the user's or a ``StandIn``, which is
     wrapped. What is compiled itself stays as it is: torch guards what it calls. Counted over all sessions of the
-    process.
+    process. The module is held weakly.
     """
 
     _standing: ClassVar[WeakKeyDictionary[nn.Module, list[Any]]] = WeakKeyDictionary()  # how many, and ours
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module = ref(module)
         kept_buffers.__enter__()
         known = self._standing.get(module)
         if known is not None:
@@ -54,10 +54,13 @@ class OwnForward:
     def remove(self) -> None:
         """Count one less; with the last one what was there before comes back, unless somebody replaced it."""
         kept_buffers.__exit__()
-        known = self._standing[self._module]
+        module = self._module()
+        if module is None:
+            return
+        known = self._standing[module]
         known[0] -= 1
         if not known[0]:
-            del self._standing[self._module]
+            del self._standing[module]
             known[1].take_away()
 
 

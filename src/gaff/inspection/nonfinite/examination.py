@@ -124,9 +124,10 @@ class Examination:
         self._state.note_before(around, self._marks, self._now, is_again=self._is_again)
         with ExitStack() as closing:
             closing.callback(lambda: self._trail.nodes.close())
-            closing.enter_context(
-                StepWatch(None, self._before_step, ended=lambda one: self._state.note_made(one, self._marks))
-            )
+            if not self._is_again:  # that may be in the middle of a step, of whose hooks none may come or go then
+                closing.enter_context(
+                    StepWatch(None, self._before_step, ended=lambda one: self._state.note_made(one, self._marks))
+                )
             session.open()
             try:
                 output = around()

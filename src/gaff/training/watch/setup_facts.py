@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from gaff.address.resolve import join, unwrap
 from gaff.compat import elements
@@ -20,6 +22,7 @@ from gaff.training.watch.shield import Shield
 from gaff.training.watch.token_facts import TokenFacts
 
 _OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
 _MOST_TARGETS = 8  # calls of loss functions in a step
 
 
@@ -70,13 +73,8 @@ class SetupFacts:
         self._tokens.returned(module, output)
 
     def iterated(self, loader: Any) -> None:
-        """A DataLoader begins anew; one without a length does not count."""
-        if not torch.is_grad_enabled():
-            return
-        try:
-            batches = len(loader)
-        except (TypeError, NotImplementedError):  # loaders of iterable data sets have no length: not counted
-            return
+        """A DataLoader begins anew; one whose length is not known does not count."""
+        batches = _length_of(loader) if torch.is_grad_enabled() else 0
         if batches >= max(2, self._batches):
             self._begun = self._begun + 1 if batches == self._batches else 1
             self._batches = batches
@@ -141,3 +139,18 @@ def _buffers_of(module: nn.Module) -> set[str]:
         for name in one._buffers
         if name not in one._non_persistent_buffers_set and one._buffers[name] is not None
     }
+
+
+def _length_of(loader: Any) -> int:
+    """How many batches a DataLoader has; 0 where only somebody else's code could tell, which nobody has asked.
+
+    A data set is asked for its length, as torch's own samplers do when the loader begins.
+    """
+    batches = loader.batch_sampler
+    is_own = type(loader).__len__ is DataLoader.__len__ and type(loader.sampler) in _SAMPLERS
+    if not is_own or type(batches) not in (BatchSampler, type(None)) or isinstance(loader.dataset, IterableDataset):
+        return 0
+    try:
+        return len(loader)
+    except Exception:  # noqa: BLE001  # whatever it is, the program meets it when its loader asks
+        return 0

@@ -6,10 +6,12 @@ that of the steps.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
+from threading import get_ident
+
+from gaff.compat.threads import UnlistedThread
 
 _MOST = 256  # jobs that may wait; looks beyond them are dropped and counted
 _MOST_BYTES = 1 << 26  # that looks which wait may hold
@@ -20,13 +22,14 @@ class Worker:
 
     A job that raises is given to ``failed``, on that thread. ``dropped``: looks that were not taken, since too many
     waited. The processor time of the thread, which holds the interpreter back from the training thread: ``looks_s`` of
-    looks, ``others_s`` of all else. The thread is a daemon: it does not keep the process from ending.
+    looks, ``others_s`` of all else. The thread is a daemon, which does not keep the process from ending, and is not
+    listed among those of the program.
     """
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self._failed = failed
         self._jobs: SimpleQueue[tuple[Callable[[], None], int] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: UnlistedThread | None = None
         self._taken = self._done = 0  # bytes of all looks
         self.dropped = 0
         self.looks_s = 0.0
@@ -51,7 +54,7 @@ class Worker:
     def _put(self, job: Callable[[], None], size: int) -> None:
         self._jobs.put((job, size))
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._work, name="gaff", daemon=True)
+            self._thread = UnlistedThread(target=self._work, name="gaff")
             try:
                 self._thread.start()
             except RuntimeError:  # the interpreter is ending: nobody is held up any more
@@ -61,7 +64,7 @@ class Worker:
     def stop(self) -> None:
         """Wait until all jobs are done, and end the thread; the next job starts another."""
         thread = self._thread
-        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+        if thread is not None and thread.is_alive() and thread.ident != get_ident():
             self._jobs.put(None)
             thread.join()
         self._thread = None
