@@ -250,8 +250,9 @@ def test_a_saved_capture_is_read_by_the_names_that_were_asked_for(tmp_path):
     known = gaff.load(tmp_path / "x.safetensors")
     assert torch.equal(known["names:mlp.out.0"], got["names:mlp.out.0"])
     assert dict(known).keys() == dict(got).keys()
-    with pytest.raises(SiteError, match="asked for one by one"):
-        known.all("names:resid_post.*")
+    assert len(known.all("names:resid_post.*")) == 2
+    with pytest.raises(SiteError, match="the standard names that were asked for: expected one of names:mlp.out.0"):
+        known.all("names:resid_mid.*")
     with pytest.raises(SiteError, match="is a standard name, whose address is another in each model"):
         edits.patch(got, source="names:mlp.out.0")
 
@@ -300,3 +301,40 @@ def test_names_that_a_pattern_has_found_are_those_of_the_file_too(tmp_path):
     assert list(again) == list(got)
     assert "names:resid_post.0" in got
     assert torch.equal(again["names:resid_post.0"], got["names:resid_post.0"])
+
+
+def values_of(got):
+    return {name: got[name].clone() for name in got}
+
+
+def test_a_capture_is_read_by_what_names_and_patterns_meant_then():
+    model = llama()
+    with gaff.capture(model, "names:resid_post.*") as got, gaff.capture(model, "model.layers.*") as blocks:
+        model(tokens())
+    before, whole = values_of(got), blocks.stack("model.layers.*")
+    last = model.model.layers[-1]
+    model.model.layers = model.model.layers[:-1]
+    after = values_of(got)
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert got.stack("names:resid_post.*").shape[0] == len(before)
+    assert torch.equal(blocks.stack("model.layers.*"), whole)
+    model.model.layers.extend([last, last])  # one more than there were
+    with pytest.raises(SiteError, match=r"names:resid_post\.\d was not captured by that name, and the model has other"):
+        got[f"names:resid_post.{len(before)}"]
+
+
+def test_a_patch_by_name_takes_what_the_name_meant_in_the_other_model():
+    whole = llama()
+    part = llama()
+    part.load_state_dict(whole.state_dict())
+    part.model.layers = part.model.layers[:-1]
+    last = len(part.model.layers) - 1
+    with gaff.capture(whole, "names:resid_post.*") as got:
+        whole(tokens())
+    name = f"names:resid_post.{last}"
+    for source in (got, gaff.edits.patch(got).values):
+        with gaff.edit(part, {name: edits.patch(source)}), gaff.capture(part, name) as told:
+            part(tokens())
+        assert torch.equal(told[name], got[name])
+        assert not torch.equal(told[name], got[f"names:resid_post.{last + 1}"])

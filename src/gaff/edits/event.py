@@ -32,13 +32,15 @@ class Event(NamedTuple):
     """One tensor passing one site, once. A gradient has the run, call and step of its forward.
 
     ``run`` counts the runs of the session and ``call`` those of the module in its run, from 0; ``step`` the optimizer
-    steps that were completed when the run began. Equal in the forward and in its recomputation.
+    steps that were completed when the run began. ``name``: the standard name by which the site was asked for, empty
+    for an address. Equal in the forward and in its recomputation.
     """
 
     site: Site = Site()
     run: int = 0
     call: int = 0
     step: int = 0  # optimizer steps completed when the run began
+    name: str = ""  # such as names:resid_post.3
 
     @property
     def is_gradient(self) -> bool:

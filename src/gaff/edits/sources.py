@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gaff.address.grammar import parse_site
+from gaff.address.grammar import NAMED, parse_site
 from gaff.address.nested import shape_text as _text
 from gaff.edits.event import Event, generator, like, logical
 from gaff.errors import PlanError
@@ -105,12 +105,13 @@ class Patch:
             raise PlanError(f"a patch from {self.source!r} of the same run acts in a session only: expected gaff.edit")
         if not isinstance(self.values, Source):
             return logical(self.values(event))
-        site = event.site if self.source is None else parse_site(self.source)
-        if self.source is None or site.call is None:
-            site = replace(site, call=event.call)
-        found = self.values.run(self.run)[str(site)]
+        address = _address(self.values, event)
+        if self.source is not None:
+            site = parse_site(self.source)
+            address = str(site if site.call is not None else replace(site, call=event.call))
+        found = self.values.run(self.run)[address]
         if not isinstance(found, Tensor):
-            raise PlanError(f"the capture holds a {type(found).__name__} at {site}: expected a tensor")
+            raise PlanError(f"the capture holds a {type(found).__name__} at {address}: expected a tensor")
         return logical(found)
 
 
@@ -182,7 +183,17 @@ def _rows(reference: Tensor | Source, event: Event) -> Tensor:
     """The activations of reference, ``[examples, ...]``: those given, or all of the capture at this site and call."""
     if isinstance(reference, Tensor):
         return logical(reference)
-    return torch.cat([logical(one) for one in reference.all(str(replace(event.site, call=event.call)))])
+    return torch.cat([logical(one) for one in reference.all(_address(reference, event))])
+
+
+def _address(source: Source, event: Event) -> str:
+    """By what a capture is asked for the values of the site and call of ``event``.
+
+    By the standard name, where both were asked for by such names: what they mean may lie elsewhere in its model.
+    """
+    if event.name and any(name.startswith(NAMED) for name in source.run(None)):
+        return f"{event.name}@{event.call}"
+    return str(replace(event.site, call=event.call))
 
 
 def _index(pairs: Any, dim: int, tensor: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

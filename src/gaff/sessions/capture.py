@@ -32,7 +32,7 @@ from gaff.sessions.exact import Keeper
 from gaff.sessions.kept_site import NO_BACKWARD, NOT_CALLED, KeptSite
 from gaff.sessions.plan import Plan
 from gaff.sessions.readable import Captured
-from gaff.sessions.reading import Reading, Streams
+from gaff.sessions.reading import Reading, Streams, sites_meant
 from gaff.sessions.receipt import Receipt, rows_of
 from gaff.sessions.whereabouts import Whereabouts
 from gaff.views.text import counted
@@ -207,7 +207,7 @@ class Capture(Captured):
         for number, rows in groupby(self._plan.check(model), key=attrgetter("request")):
             request = self._plan.requests[number]
             pattern, keeper = str(request), None
-            names = _names_by_site(model, request.target)
+            names = names_by_site(model, request.target)
             matched.add(number)
             for found, _, is_exact in rows:
                 same = identity(found.module, found.name, found.site)
@@ -271,11 +271,16 @@ class Capture(Captured):
         return next(filter(None, kept), None)
 
     def _sites(self, wanted: Pattern | nn.Module) -> list[Site]:
-        """The sites that a pattern or a module names in the model. Raises SiteError where there are none."""
+        """The sites that a pattern or a module names. Raises SiteError where there are none."""
         if self._model is None:
             raise SiteError(f"{wanted} names modules, and this capture has no model: read by the name of a tensor")
-        known = isinstance(wanted, nn.Module) and self._by_object.get(identity(unwrap(wanted), "", Site("")))
-        return [known.site] if known else [found.site for found in resolve(self._model, wanted)]
+        if isinstance(wanted, nn.Module):
+            known = self._by_object.get(identity(unwrap(wanted), "", Site("")))
+            return [known.site] if known else [found.site for found in resolve(self._model, wanted)]
+        is_same = self._places is None or self._places.is_as_it_was()
+        return sites_meant(self._all_streams(), wanted, self._about()[1], is_same=is_same) or [
+            found.site for found in resolve(self._model, wanted)
+        ]
 
     def _all_streams(self) -> Streams[KeptSite]:
         """Every stream, by its address; looked through anew only where some were made since."""
@@ -325,7 +330,7 @@ def raise_if_silent(receipt: Receipt, excused: AbstractSet[str] = frozenset()) -
     )
 
 
-def _names_by_site(model: nn.Module, target: object) -> dict[Site, str]:
+def names_by_site(model: nn.Module, target: object) -> dict[Site, str]:
     """By site the standard name that a pattern of several names it by; empty for any other pattern."""
     if not (isinstance(target, Pattern) and target.is_named and target.port == OUTPUT):
         return {}

@@ -44,11 +44,12 @@ class CheckedEdit:
     ``reached``: what sees that the edit of a standard name comes to where that is read, if it is made elsewhere.
     """
 
-    def __init__(self, edit: Edit, site: Site, meshes: Sequence[Any] = (), number: int = 0) -> None:
+    def __init__(self, edit: Edit, site: Site, meshes: Sequence[Any] = (), number: int = 0, name: str = "") -> None:
         """``meshes``: those over which the model spreads its tensors while every process computes on the same rows.
 
-        ``number`` counts the edits of the session at this place.
+        ``number`` counts the edits of the session at this place. ``name``: the standard name that was asked for.
         """
+        self._name = name
         self.has_failed = False
         self.reached: Any = None
         self.number = number
@@ -56,7 +57,7 @@ class CheckedEdit:
         self._edit = edit
         self._site = site
         self._is_pure = edit.is_pure
-        self._any_event = None if uses_event(edit) else Event(site)  # made once, where it is not asked for
+        self._any_event = None if uses_event(edit) else Event(site, name=name)  # made once, where it is not asked for
         self._constants = tuple(tensors_of(edit)) if edit.is_pure else ()
         self._sources = sources_of(edit)
 
@@ -99,7 +100,7 @@ class CheckedEdit:
 
     def event(self, run: Any, call: int) -> Event:
         """What the edit is told of the ``call``-th call in ``run``."""
-        return among(Event(self._site, run.index, call, run.step), self.number)
+        return among(Event(self._site, run.index, call, run.step, self._name), self.number)
 
     def _made(self, value: Tensor, run: Any, call: int) -> Tensor:
         """What the edit makes of a whole tensor. Raises PlanError for what cannot take its place."""

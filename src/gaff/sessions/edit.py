@@ -25,7 +25,7 @@ from gaff.engine.leftovers import STRIPPED
 from gaff.engine.session import Session
 from gaff.engine.taps import EditTap, Tap, TensorTap
 from gaff.errors import ExactnessError, PlanError, SiteError
-from gaff.sessions.capture import raise_if_silent
+from gaff.sessions.capture import names_by_site, raise_if_silent
 from gaff.sessions.edited_site import EditedSite, Family
 from gaff.sessions.plan import Plan
 from gaff.sessions.receipt import CHANGING, Receipt, rows_of
@@ -255,11 +255,12 @@ class Editing:
             if number not in told:
                 named = request.target if isinstance(request.target, Pattern) and request.target.is_named else None
                 told[number] = [] if named is None else [one.site for one in resolve(model, named)][::-1]
+                names = names_by_site(model, request.target)
             place = identity(found.module, found.name, found.site)
             edit = None if request.edit is None else self._sources.bind(request.edit, found.site)
-            stream = self._make_stream(
-                str(request), found.site, place, edit, told[number].pop() if told[number] else None
-            )
+            where = told[number].pop() if told[number] else None
+            name = names.get(where or found.site, "")
+            stream = self._make_stream(str(request), found.site, place, edit, told=where, name=name)
             if stream.checked.reached is not None:
                 self._checks += [
                     Tap(one, stream.checked.reached) for one in resolve(model, stream.checked.reached.told)
@@ -273,9 +274,9 @@ class Editing:
                          if at not in told and not isinstance(one.target, Tensor)]  # fmt: skip
         return taps
 
-    def _make_stream(self, pattern: str, site: Site, place: object, edit: Any, told: Site | None = None) -> EditedSite:
-        """A stream that belongs to this session from now on."""
-        stream = EditedSite(pattern, site, place, edit, self._family, self._family.number(site, place), told=told)
+    def _make_stream(self, pattern: str, site: Site, place: object, edit: Any, **told: Any) -> EditedSite:
+        """A stream that belongs to this session from now on; ``told`` is for ``EditedSite``."""
+        stream = EditedSite(pattern, site, place, edit, self._family, self._family.number(site, place), **told)
         self._streams.append(stream)
         return stream
 

@@ -121,9 +121,12 @@ class EditedSite(Stream):
 
     def __init__(
         self, pattern: str, site: Site, place: object, edit: Edit, family: Family, number: int = 0,
-        *, told: Site | None = None,
+        *, told: Site | None = None, name: str = "",
     ) -> None:  # fmt: skip
-        """``told``: where captures tell the value, of a standard name that is edited elsewhere; edits are told that."""
+        """``told``: where captures tell the value, of a standard name that is edited elsewhere; edits are told that.
+
+        ``name`` is that name.
+        """
         self.pattern = pattern
         self.family = family
         self.site = site
@@ -134,11 +137,11 @@ class EditedSite(Stream):
         self.lost: list[str] = []  # what could not be edited, found when nothing could be done about it
         self.size = EditSize()
         self.edit = edit
-        self.checked = CheckedEdit(edit, told or site, family.meshes, number)
+        self.checked = CheckedEdit(edit, told or site, family.meshes, number, name)
         self.checked.reached = None if told is None or told == site else Reached(pattern, site, told)
         self.check_finite = family.check_finite
         is_long = uses_event(edit) or self.check_finite or family.meshes or self.checked.reached
-        self._direct_event = None if is_long else Event(told or site)  # for the short way
+        self._direct_event = None if is_long else Event(told or site, name=name)  # for the short way
         self._passed = 0  # events at which the edit did not act, by ``when`` or by its switch
         self._reasons: dict[str, int] = {}
 

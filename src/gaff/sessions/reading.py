@@ -15,7 +15,18 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gaff.address.grammar import GRADIENT_PORTS, Key, Pattern, Site, every_call, fits_op, nearest, parse, print_key
+from gaff.address.grammar import (
+    GRADIENT_PORTS,
+    NAMED,
+    Key,
+    Pattern,
+    Site,
+    every_call,
+    fits_op,
+    nearest,
+    parse,
+    print_key,
+)
 from gaff.address.nested import describe, dig, iter_tensors
 from gaff.compat.placements import PARTS, Placement
 from gaff.errors import PlanError, SiteError
@@ -284,6 +295,51 @@ class Reading:
             calls = sorted({number for _, number, _ in stream.records})
             why = f"; it fired with calls {calls}"
         return f"{address!r} has no event{where}{why}"
+
+
+def sites_meant(
+    streams: Streams[Any], wanted: Pattern, classes: Mapping[int, Sequence[str]], *, is_same: bool
+) -> list[Site]:
+    """What a pattern meant when the sites were captured; none where the model tells that as well as then.
+
+    That is for standard names by which they were captured, and, where it is not ``is_same`` (modules hang elsewhere
+    now), for all patterns. Raises SiteError for another standard name then. ``classes`` by identity of the stream.
+    """
+    found = named_sites(streams, wanted) if wanted.is_named else []
+    if found or is_same:
+        return found
+    if wanted.is_named:
+        known = ", ".join(stream.name or str(stream.site) for stream in streams.all[:6])
+        raise SiteError(
+            f"{wanted} was not captured by that name, and the model has other modules now, so that nothing tells what "
+            f"it meant then: expected one of {known}"
+        )
+    return sites_like(streams, wanted, lambda stream: classes.get(id(stream), ()))
+
+
+def named_sites(streams: Streams[Any], wanted: Pattern) -> list[Site]:
+    """The sites that were captured by the standard names that ``wanted`` means, whatever these mean in a model now."""
+    found = []
+    for stream in streams.all:
+        known = parse(stream.name) if stream.name.startswith(NAMED) else None
+        if isinstance(known, Pattern) and wanted.matches(".".join(map(str, known.names))):
+            site = stream.site
+            call = site.call if wanted.call is None else wanted.call
+            found.append(replace(site, call=call, key=(*site.key, *wanted.key)))
+    return found
+
+
+def sites_like(streams: Streams[Any], wanted: Pattern, classes_of: Callable[[Any], Sequence[str]]) -> list[Site]:
+    """What a pattern means among the sites that were captured, in their order, by the classes of their modules then."""
+    paths = [
+        stream.site.path
+        for stream in streams.all
+        if (wanted.matches(stream.site.path) or not (wanted.names or stream.site.path))
+        and wanted.cls in (None, *classes_of(stream))
+    ]
+    return [
+        Site(path, wanted.op, wanted.op_index, wanted.call, wanted.port, wanted.key) for path in dict.fromkeys(paths)
+    ]
 
 
 def _told_of(stream: ReadSite | None) -> list[ReadSite]:

@@ -18,7 +18,7 @@ from gaff.address.grammar import PORTS, Pattern, Site, parse_site
 from gaff.errors import RecordError, SiteError
 from gaff.sessions.capture_files import FORMAT, checksum_of, library, write
 from gaff.sessions.readable import Captured
-from gaff.sessions.reading import Reading, Streams
+from gaff.sessions.reading import Reading, Streams, named_sites, sites_like
 from gaff.sessions.receipt import Receipt, ReceiptRow
 from gaff.sessions.saved_values import unpacked
 
@@ -87,22 +87,13 @@ class SavedCapture(Captured):
         """The sites of a pattern among those that were saved, in their order."""
         if not isinstance(wanted, Pattern):
             raise SiteError(f"a saved capture holds no modules, and got a {type(wanted).__name__}: read it by address")
-        if wanted.is_named:
-            found = [stream.site for stream in self._streams.all if stream.name == str(wanted)]
-            if not found:
-                raise SiteError(f"{wanted}: a saved capture holds addresses, and the standard names that were asked "
-                                f"for one by one: expected one of {', '.join(self)}")  # fmt: skip
-            return found
-        paths = [
-            stream.site.path
-            for stream in self._streams.all
-            if (wanted.matches(stream.site.path) or not (wanted.names or stream.site.path))
-            and wanted.cls in (None, *stream.classes)
-        ]
-        return [
-            Site(path, wanted.op, wanted.op_index, wanted.call, wanted.port, wanted.key)
-            for path in dict.fromkeys(paths)
-        ]
+        if not wanted.is_named:
+            return sites_like(self._streams, wanted, lambda stream: stream.classes)
+        found = named_sites(self._streams, wanted)
+        if not found:
+            raise SiteError(f"{wanted}: a saved capture holds addresses, and the standard names that were asked "
+                            f"for: expected one of {', '.join(self)}")  # fmt: skip
+        return found
 
 
 def write_values(path: str | PathLike[str], values: Mapping[str, Any], receipt: Receipt, model: str) -> None:
