@@ -440,3 +440,22 @@ def test_a_mapped_patch_and_functions_see_the_part_also_where_it_is_as_large_as_
     chain = [edits.replace(whole), lambda part: seen.append(part.clone()) or part]
     assert torch.equal(edited(x, edits.at(keep.rows([2, 0, 1]), chain)), whole)
     assert torch.equal(seen[0], whole[[2, 0, 1]])
+
+
+def test_an_edit_that_its_user_switches_off_is_not_said_never_to_have_fired():
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    for strength in (1.0, 0.0):
+        with gaff.edit(model, {"0": edits.add(1.0)}) as editing:
+            editing.strength(strength)
+            model(x)
+    assert "let pass 1 times, by when(), off() or a strength of 0" in editing.receipt.rows[0].reason
+    with pytest.raises(gaff.NeverFiredError, match="let pass 1 times"):
+        with gaff.edit(model, {"0": edits.when(edits.add(1.0), runs=7)}):
+            model(x)
+
+
+def test_the_receipt_of_a_skip_does_not_say_that_nothing_changed():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with gaff.edit(model, {"1": edits.skip()}) as editing:
+        model(torch.randn(2, 4))
+    assert "how much that changes is not known" in editing.receipt.rows[0].reason

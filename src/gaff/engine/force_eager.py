@@ -23,6 +23,7 @@ from gaff.engine.process.alone import Unanswered
 from gaff.engine.replacements import Held, Replacements
 
 EAGER = "compiled code ran eagerly while the session was open (torch.compiler.set_stance('force_eager'))"
+EAGER_IF_ANY = f"of a model that is not compiled itself, in a process that has compiled: if any called it, {EAGER}"
 
 
 def _force() -> ExitStack:

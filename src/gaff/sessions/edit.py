@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from gaff.address.grammar import GRADIENT_PORTS, Pattern, Site, parse
-from gaff.address.resolve import identity, is_there, need_module, resolve
+from gaff.address.resolve import Found, identity, is_there, need_module, resolve
 from gaff.compat import distributed
 from gaff.edits.files import digest_of
 from gaff.edits.places import Skip, When
@@ -202,7 +202,8 @@ class Editing:
             return
         if lost:
             raise ExactnessError(f"{lost[0]}; backward went on without the edit")
-        raise_if_silent(self.receipt, {one.pattern for one in self._streams if one.checked.has_failed})
+        told = {one.pattern for one in self._streams if one.checked.has_failed or one.switch.has_held}
+        raise_if_silent(self.receipt, told)
         for stream, why in gone:
             if stream.size.hits:
                 warnings.warn(f"gaff: {stream.site}: {why}", stacklevel=4)
@@ -267,9 +268,7 @@ class Editing:
                 ]
             inner = request.edit.edit if isinstance(request.edit, When) else request.edit
             taps.append(EditTap(found, stream, isinstance(inner, Skip)))
-            _check_port(found.site, inner, self._plan.options.threads, is_spread=bool(self._family.meshes))
-            if isinstance(inner, Skip) and not callable(inner.value):
-                _need_no_tuple(found.module, found.site)
+            _check_port(found, inner, self._plan.options.threads, is_spread=bool(self._family.meshes))
         self._missing = [str(one) for at, one in enumerate(self._plan.requests)
                          if at not in told and not isinstance(one.target, Tensor)]  # fmt: skip
         return taps
@@ -298,12 +297,13 @@ def edit(model: Any, changes: Any, options: dict[str, Any]) -> Editing:
     return Editing(model, plan)
 
 
-def _check_port(site: Site, inner: Any, threads: str, *, is_spread: bool) -> None:
+def _check_port(found: Found, inner: Any, threads: str, *, is_spread: bool) -> None:
     """Raises PlanError where an edit cannot act at a site.
 
     That is at a buffer, for ``skip`` anywhere but at the whole output of a module (with a value also where processes
-    hold parts of what passes: ``is_spread``), and at a parameter for all threads.
+    hold parts of what passes: ``is_spread``, and where the module returns a tuple), and at a parameter for all threads.
     """
+    site = found.site
     if site.port == "buffer":
         raise PlanError(
             f"{site}: buffers cannot be edited, modules write into them: set the buffer, or edit the output"
@@ -317,6 +317,8 @@ def _check_port(site: Site, inner: Any, threads: str, *, is_spread: bool) -> Non
         )
     if site.port == "param" and threads == "all":
         raise PlanError(f"{site}: a parameter is edited for one thread's run: expected threads='own'")
+    if isinstance(inner, Skip) and not callable(inner.value):
+        _need_no_tuple(found.module, site)
 
 
 def _need_no_tuple(module: nn.Module, site: Site) -> None:

@@ -46,6 +46,7 @@ class Switch:
     def __init__(self) -> None:
         self.is_on = True
         self.is_plain = True  # nothing was switched
+        self.has_held = False  # it has held the edit back at some event: whoever set it knows
         self.strength = 1.0
         self.gate: Tensor | None = None  # the same as a number that compiled code reads, where there is some
 
@@ -181,6 +182,7 @@ class EditedSite(Stream):
             self.remark(remark)
         if not (self.switch.is_on and self.switch.strength):
             self._passed += 1
+            self.switch.has_held = True
             return
         need_mixable(old, self.switch.strength, self.site)
         hits = self.size.hits = self.size.hits + 1
@@ -261,9 +263,11 @@ class EditedSite(Stream):
         """What happened so far, as a row of the receipt. Waits for the device."""
         reasons = [*self._reasons.items(), *((text, 1) for text in self.lost)]
         if self._passed:
-            reasons.append((f"let pass {self._passed} times, by when() or off()", 1))
+            reasons.append((f"let pass {self._passed} times, by when(), off() or a strength of 0", 1))
         if not self.size.hits and not reasons:
             reasons.append((NO_BACKWARD if self.site.port in (*GRADIENT_PORTS, "grad") else NOT_CALLED, 1))
+        if self.is_skip and self.size.hits:
+            reasons.append(("what the module would have returned was not made: how much that changes is not known", 1))
         numbers = self.size.read()
         if numbers["added_nonfinite"]:
             reasons.insert(0, (f"ADDED {numbers['added_nonfinite']} NON-FINITE ELEMENTS", 1))
@@ -296,6 +300,7 @@ class EditedSite(Stream):
         if is_now and self.switch.is_on and self.switch.strength:
             return self.switch.strength
         self._passed += 1
+        self.switch.has_held = self.switch.has_held or is_now
         return None
 
     def _apply(self, value: Tensor, run: Any, call: int, strength: float) -> Tensor:

@@ -25,7 +25,7 @@ from gaff.engine.compiled.hooks import EntryHook, ExitHook, HookInside, LeaveHoo
 from gaff.engine.compiled.own_forward import OwnForward
 from gaff.engine.compiled.tell import Inside
 from gaff.engine.compiled.tracing import OPERATED, UNSEEN
-from gaff.engine.force_eager import EAGER, forced_eager
+from gaff.engine.force_eager import EAGER, EAGER_IF_ANY, forced_eager
 from gaff.engine.modules import ended, entered, install
 from gaff.engine.node import Node
 from gaff.engine.process.calls import is_compiled
@@ -102,7 +102,8 @@ def meet(
     if not reason:
         return opening.enter_context(CompiledHooks(model, taps, notes, has_marks=has_marks))
     opening.enter_context(forced_eager)
-    notes.append(f"{EAGER}: {reason}")
+    is_known = any(getattr(one, "_compiled_call_impl", None) or unwrap(one) is not one for one in model.modules())
+    notes.append(f"{EAGER if is_known else EAGER_IF_ANY}: {reason}")
     return None
 
 
@@ -135,8 +136,11 @@ def _why_full(model: nn.Module, taps: Sequence[Any]) -> str:
         known = _PATTERNS.get(code, set())
         is_full = len(known | patterns) > most // 2 or (_MADE[code] >= most // 2 and not patterns <= known)
         if is_full:
-            name = code if isinstance(code, str) else code.__name__
-            return f"{name} has been tapped in {len(known)} other ways, and torch keeps {most} variants of its code"
+            name = f"modules of {code}" if isinstance(code, str) else code.__name__
+            return (
+                f"{name} in code that is compiled, here or elsewhere in this process, have been looked at or edited in "
+                f"{len(known)} other ways, and torch keeps {most} variants of such code"
+            )
         _PATTERNS[code] = known | patterns
     return ""
 
