@@ -41,7 +41,7 @@ class Switch:
     edit, ``gate`` is the strength, or 0 while it is off, in a tensor that the compiled graph reads.
     """
 
-    __slots__ = ("gate", "is_on", "is_plain", "strength")
+    __slots__ = ("gate", "has_held", "is_on", "is_plain", "strength")
 
     def __init__(self) -> None:
         self.is_on = True
