@@ -398,6 +398,7 @@ def _case(record: Record) -> RunCase:
         {name: factor_of(name, told) for name in losses},
         record.evaluated(part.rank),
         _reach(looks),
+        max((step for step, _ in told), default=None),
     )  # fmt: skip
 
 

@@ -45,15 +45,15 @@ class RunCase:
     """A run as causes see it.
 
     ``findings``: those that hold and are no mere facts, worst first; ``steps``: optimizer steps made; ``looks``: how
-    many of them were looked at; ``losses``, ``lr``: the curves over all steps, of the loss that was found first first;
-    ``guess``: what guessing gives, by the name of a loss: of a mean cross entropy among its classes, of other losses
-    the mean (or median) of the targets; ``optimizers``: how many train; ``experiments``: what came of running it again
-    with one thing changed, where that was done; ``unstepped``: what is told where no optimizer made a step;
-    ``single``: what is told of single steps; ``is_acting``: most steps are those of an agent, whose loss follows what
-    it meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was multiplied by before its backward
-    pass;
-    ``evaluated``: by the names of torch's functions the losses of evaluations, each with its step; ``reach``: the usual
-    least and largest target of a batch, of squared and absolute errors, None without any.
+    many of them were looked at, the last of them ``last_look`` (None: not known); ``losses``, ``lr``: the curves over
+    all steps, of the loss that was found first first; ``guess``: what guessing gives, by the name of a loss: of a mean
+    cross entropy among its classes, of other losses the mean (or median) of the targets; ``optimizers``: how many
+    train; ``experiments``: what came of running it again with one thing changed, where that was done; ``unstepped``:
+    what is told where no optimizer made a step; ``single``: what is told of single steps; ``is_acting``: most steps are
+    those of an agent, whose loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a
+    loss was multiplied by before its backward pass; ``evaluated``: by the names of torch's functions the losses of
+    evaluations, each with its step; ``reach``: the usual least and largest target of a batch, of squared and absolute
+    errors, None without any.
     """
 
     findings: tuple[Finding, ...]
@@ -70,6 +70,7 @@ class RunCase:
     factors: dict[str, float] = field(default_factory=dict)
     evaluated: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     reach: tuple[float, float] | None = None
+    last_look: int | None = None
 
     def found(self, *rules: str) -> Finding | None:
         """The first finding of one of these rules, in the order of the rules; None where there is none."""

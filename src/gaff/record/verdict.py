@@ -17,6 +17,7 @@ from gaff.record.run_case import RunCase
 STATES = ("failed", "wrong", "suspicious", "not enough", "healthy")  # worst first
 _LEAST_STEPS = 20
 LEAST_LOOKS = 5
+_NO_FALL = 1.5  # times the first stretch of a loss that ends there; chosen
 _NEAR_GUESSING = 0.8  # of that loss: what ends above it has learned little
 
 
@@ -113,6 +114,8 @@ def _judged(case: RunCase) -> str:
         span = f"from {case.lr.values[0]:.3g} to {case.lr.values[-1]:.3g}"
         return f"a search for a learning rate, which rises {span} all the way: a loss that breaks at its end is meant"
     seen = f"nothing wrong was found in {case.steps} steps, of which {case.looks} were looked at"
+    if case.last_look is not None and case.last_look < case.steps // 2:
+        seen += f", none after step {case.last_look} (more with every=, --every): later ones by their loss alone"
     if case.loss is None:
         return f"{seen}; no loss was seen"
     name, curve = case.loss
@@ -123,6 +126,8 @@ def _judged(case: RunCase) -> str:
     later = case.successors
     end = f"{later[-1].last:.4g}, over {len(later) + 1} models, one after the other" if later else f"{curve.last:.4g}"
     told = f"{seen}; the loss {name!r}{times} went from {began} to {end}"
+    if not later and curve.last > _NO_FALL * curve.first > 0 and curve.spread > 0.5 * curve.first:
+        told += f", which is no fall: single steps differ by {curve.spread:.3g} from the ones around them"
     guess = case.guess.get(name, 0.0)
     if curve.last > _NEAR_GUESSING * guess > 0:
         told += f", where guessing comes to {guess:.4g}"

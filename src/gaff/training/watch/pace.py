@@ -81,7 +81,8 @@ class Pace:
 
         With a fixed distance that alone decides. Else, within the allowance looks may be nearer than the budget allows,
         and their distance grows with the run; once more has been spent than is allowed by now, no step is looked at
-        until the time has made up for it. While few looks have told what one costs, the next one comes all the same
+        until the time has made up for it, but for steps 20, 50, 100, 200 and so on, up to twice as much: a short run is
+        else judged by its beginning alone. While few looks have told what one costs, the next one comes all the same
         when five times as long has passed, ten times after two, and so on: the first may have been slow by accident.
         """
         if self._limits.every is not None:
@@ -101,18 +102,21 @@ class Pace:
             patience_s = _PATIENCE * len(self._costs) * self._costs[-1] if self._costs else 0.0
             return self._waited_s >= patience_s and step % growth == 0
         elif charged > self._limits.allowance_s + self._share * self.total_s:
-            return False  # a costly beginning is paid back
-        return step % distance == 0
+            return step in _SERIES and self._is_cheap()  # a costly beginning is paid back
+        return step % distance == 0 or (step in _SERIES and self._is_cheap())
 
     def want(self) -> None:
         """Something happens just now: look at the next three steps, whatever their number.
 
-        As long as looks have not cost more than twice their share, so that a loss which is always restless gets no more
-        than others; never with a fixed distance.
+        As long as looks have not cost more than twice what they may, so that a loss which is always restless gets no
+        more than others; never with a fixed distance.
         """
-        is_cheap = self._charged_s <= self._limits.allowance_s + 2 * self._share * self.total_s
-        if self._limits.every is None and is_cheap and not self._wanted:
+        if self._limits.every is None and self._is_cheap() and not self._wanted:
             self._wanted = _WANTED
+
+    def _is_cheap(self) -> bool:
+        """Whether looks have not cost more than twice what they may."""
+        return self._charged_s + self._cost_s <= 2 * (self._limits.allowance_s + self._share * self.total_s)
 
     def stepped(self, step: int, seconds: float, cost_s: float, is_look: bool) -> None:
         """Take in step number ``step``; of the first one only the cost, which is that of the preparations, too."""
