@@ -1,6 +1,7 @@
 """The verdict of a run: its state, and the cause behind the symptoms."""
 
 import json
+import random
 import subprocess
 import sys
 
@@ -13,7 +14,8 @@ import gaff
 from gaff.record.causes import claims
 from gaff.record.curve import Curve
 from gaff.record.finding import Finding
-from gaff.record.run_case import RunCase
+from gaff.record.label_order import label_order
+from gaff.record.run_case import RunCase, SingleSteps
 from gaff.record.verdict import STATES, judge
 
 
@@ -59,6 +61,23 @@ def test_a_rise_is_told_from_the_step_at_which_the_loss_was_lowest():
         (RunCase((), 500, 2), "not enough", "only 2 of 500 steps were looked at"),
         (RunCase((), 500, 50), "healthy", "no loss was seen"),
         (RunCase((), 200, 50, {"loss": curve(falling())}), "healthy", "the loss 'loss' went from"),
+        (
+            RunCase((), 500, 14, single=SingleSteps(last_look=16)),
+            "healthy",
+            "none after step 16 (more with every=, --every)",
+        ),
+        (
+            RunCase(
+                (), 200, 50, {"loss": curve([1.0 + step % 2 + (step > 100) * 9 * (step % 3) for step in range(200)])}
+            ),
+            "healthy",
+            "which is no fall: single steps differ by",
+        ),
+        (
+            RunCase((finding("exploding"),), 200, 50, {"loss": curve([40.0 - 1.2**step for step in range(200)])}),
+            "wrong",
+            "the loss 'loss' falls below zero without bound",
+        ),
         (RunCase((finding("not_cleared", severity="error"),), 200, 50), "wrong", "not_cleared is"),
         (RunCase((finding("dead_units"),), 200, 50), "suspicious", "often caused by a cause"),
     ],
@@ -169,3 +188,26 @@ def test_overfitting_is_two_evaluations_that_are_worse_while_the_loss_falls(pair
     case = RunCase((), 200, 50, {"loss": curve(falling())}, evaluated={"cross_entropy": tuple(pairs)})
     cause = judge(case).cause
     assert ("overfits" in cause) == bool(told), cause
+
+
+def looks_at(labels, classes=10):
+    """What looks at consecutive steps tell of their labels: ``labels`` of each step."""
+    return [
+        (step, {"guess_of": "loss", "labels": [float(one.count(label)) for label in range(classes)]})
+        for step, one in enumerate(labels)
+    ]
+
+
+def test_data_in_the_order_of_its_labels_is_told_from_batches_that_hold_few_by_design():
+    whole = sorted(list(range(10)) * 60)
+    ordered = [whole[at : at + 40] for at in range(0, 600, 40)] * 3
+    drawn = random.Random(0)
+    shuffled = [drawn.sample(whole, 40) for _ in range(45)]
+    few = [
+        [label for label in drawn.sample(range(10), 2) for _ in range(20)] for _ in range(45)
+    ]  # as metrics are learned
+    assert label_order(looks_at(ordered)) is not None
+    assert label_order(looks_at(shuffled)) is None
+    assert label_order(looks_at(few)) is None
+    case = RunCase((), 200, 50, {"loss": curve(falling())}, order=label_order(looks_at(ordered)))
+    assert judge(case).cause == "the data comes in the order of its labels"

@@ -184,8 +184,17 @@ def evaluated_in_training_mode(case: RunCase) -> Claim | None:
 
 @cause
 def sorted_by_label(case: RunCase) -> Claim | None:
-    """Batches of one label each, and of another label later: the data comes in the order of its labels. Certain."""
+    """Batches of one label each, and of another label later: the data comes in the order of its labels. Certain.
+
+    Likely where many of them hold two or three of the labels, and the next batch the same ones.
+    """
     finding = case.found("labels_constant")
+    if (finding is None or finding.evidence.get("classes", 1) < 2) and case.order is not None:
+        within, whole = (math.exp(one) for one in case.order)
+        told = f"the labels of a batch are as varied as {within:.2g} equally frequent ones, all labels as {whole:.2g}"
+        return Claim("labels_constant", "likely", "the data comes in the order of its labels", (told,), 0,
+                     "shuffle the data", ("learning_rate_too_high", "data_changes", "loss_spike", "gradient_spike",
+                                          "update_large", "exploding", "dead_units"))  # fmt: skip
     if finding is None or finding.evidence.get("classes", 1) < 2:
         return None
     return Claim(finding.rule, "certain", told_of(finding), (evidence_of(finding),), finding.since, "shuffle the data",
@@ -275,6 +284,24 @@ def steps_too_large(case: RunCase) -> Claim | None:
                  ("update_large", "diverging", "exploding", "loss_spike", "dead_units", "sparse_gradient", "saturated",
                   "attention_collapse", "nonfinite", "vanishing", "zero_gradient", "no_signal", "output_constant"),
                  ("lr=0.1x", "warmup", "clip"))  # fmt: skip
+
+
+@cause
+def falls_without_bound(case: RunCase) -> Claim | None:
+    """A loss that falls to a thousand times its first magnitude below zero: nothing holds it there. Likely."""
+    if case.loss is None or len(case.losses) > 1 or case.optimizers > 1 or case.is_acting or case.single.is_search:
+        return None
+    name, curve = case.loss
+    least = -1000 * max(abs(curve.first), 1.0)
+    if curve.last > least:
+        return None
+    since = next(step for step, value in zip(curve.steps, curve.values, strict=True) if value < 0)
+    told = f"it was {curve.first:.4g} at first, and {curve.last:.4g} at the end"
+    return Claim("falls_without_bound", "likely", f"the loss {name!r} falls below zero without bound", (told,), since,
+                 "look at the sign of each term of the loss: one that is to become small is subtracted, or nothing "
+                 "limits it; a smaller learning rate or clipping only puts it off",
+                 ("diverging", "exploding", "gradient_spike", "loss_spike", "update_large", "learning_rate_too_high",
+                  "half_range"))  # fmt: skip
 
 
 @cause

@@ -25,6 +25,7 @@ from gaff.record.factors import at_first_scale, factor_of
 from gaff.record.finding import SEVERITIES, Finding, by_severity
 from gaff.record.flight import ENDING as RING
 from gaff.record.flight import Flight, read_left, read_ring, steps_of
+from gaff.record.label_order import label_order
 from gaff.record.log import MAGIC, LogReader
 from gaff.record.part import RankPart
 from gaff.record.ranks import divergence, lost, slow, together
@@ -393,12 +394,13 @@ def _case(record: Record) -> RunCase:
     return RunCase(
         by_severity(record.findings), record.steps, len(record.looks), losses, lr, _guesses(told),
         max(optimizers, default=1), record.experiments, unstepped,
-        SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search, is_raised),
+        SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search, is_raised,
+                    max((step for step, _ in told), default=None)),
         2 * sum(map(acts, looks)) > len(looks),
         {name: factor_of(name, told) for name in losses},
         record.evaluated(part.rank),
         _reach(looks),
-        max((step for step, _ in told), default=None),
+        label_order(told),
     )  # fmt: skip
 
 

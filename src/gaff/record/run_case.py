@@ -10,6 +10,7 @@ from typing import NamedTuple
 from gaff.record.curve import Curve
 from gaff.record.experiments import Experiments
 from gaff.record.finding import Finding
+from gaff.record.label_order import LabelOrder
 
 
 class SingleSteps(NamedTuple):
@@ -18,7 +19,7 @@ class SingleSteps(NamedTuple):
     ``norms``: steps with the L2 norm of all gradients, before they were clipped where that is known. Where a loss jumps
     (``loss_spike``): ``losses``, ten of it from that step on, and ``rates``, the learning rates of ten steps up to it.
     ``is_search``: models are made one after the other, and trained with other learning rates; ``is_raised``: a loss is,
-    by an optimizer with ``maximize=True``.
+    by an optimizer with ``maximize=True``. ``last_look``: the last step that was looked at, None where it is not known.
     """
 
     norms: tuple[tuple[int, float], ...] = ()
@@ -26,6 +27,7 @@ class SingleSteps(NamedTuple):
     rates: tuple[float, ...] = ()
     is_search: bool = False
     is_raised: bool = False
+    last_look: int | None = None
 
 
 class Unstepped(NamedTuple):
@@ -44,16 +46,16 @@ class Unstepped(NamedTuple):
 class RunCase:
     """A run as causes see it.
 
-    ``findings``: those that hold and are no mere facts, worst first; ``steps``: optimizer steps made; ``looks``: how
-    many of them were looked at, the last of them ``last_look`` (None: not known); ``losses``, ``lr``: the curves over
-    all steps, of the loss that was found first first; ``guess``: what guessing gives, by the name of a loss: of a mean
-    cross entropy among its classes, of other losses the mean (or median) of the targets; ``optimizers``: how many
-    train; ``experiments``: what came of running it again with one thing changed, where that was done; ``unstepped``:
-    what is told where no optimizer made a step; ``single``: what is told of single steps; ``is_acting``: most steps are
-    those of an agent, whose loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a
-    loss was multiplied by before its backward pass; ``evaluated``: by the names of torch's functions the losses of
-    evaluations, each with its step; ``reach``: the usual least and largest target of a batch, of squared and absolute
-    errors, None without any.
+    ``findings``: those that hold and are no mere facts, worst first; ``steps``: optimizer steps made; ``looks``:
+    how many of them were looked at; ``losses``, ``lr``: the curves over all steps, of the loss that was found first
+    first; ``guess``: what guessing gives, by the name of a loss: of a mean cross entropy among its classes, of
+    other losses the mean (or median) of the targets; ``optimizers``: how many train; ``experiments``: what came of
+    running it again with one thing changed, where that was done; ``unstepped``: what is told where no optimizer
+    made a step; ``single``: what is told of single steps; ``is_acting``: most steps are those of an agent, whose
+    loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was multiplied by
+    before its backward pass; ``evaluated``: by the names of torch's functions the losses of evaluations, each with
+    its step; ``reach``: the usual least and largest target of a batch, of squared and absolute errors, None without
+    any; ``order``: of labels, where the data comes in the order of them.
     """
 
     findings: tuple[Finding, ...]
@@ -70,7 +72,7 @@ class RunCase:
     factors: dict[str, float] = field(default_factory=dict)
     evaluated: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     reach: tuple[float, float] | None = None
-    last_look: int | None = None
+    order: LabelOrder | None = None
 
     def found(self, *rules: str) -> Finding | None:
         """The first finding of one of these rules, in the order of the rules; None where there is none."""

@@ -114,8 +114,9 @@ def _judged(case: RunCase) -> str:
         span = f"from {case.lr.values[0]:.3g} to {case.lr.values[-1]:.3g}"
         return f"a search for a learning rate, which rises {span} all the way: a loss that breaks at its end is meant"
     seen = f"nothing wrong was found in {case.steps} steps, of which {case.looks} were looked at"
-    if case.last_look is not None and case.last_look < case.steps // 2:
-        seen += f", none after step {case.last_look} (more with every=, --every): later ones by their loss alone"
+    last = case.single.last_look
+    if last is not None and last < case.steps // 2:
+        seen += f", none after step {last} (more with every=, --every): later ones by their loss alone"
     if case.loss is None:
         return f"{seen}; no loss was seen"
     name, curve = case.loss

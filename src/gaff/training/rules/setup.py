@@ -177,7 +177,8 @@ def updates_round_away(sample: Sample, past: Past) -> Iterator[Hit]:
     severity="warning",
     means="gradients are clipped to a small part of what they are, and the loss does not fall",
     cause="a limit (max_norm, clip_value) that is far below what gradients usually are",
-    remedy="set the limit near the usual norm of the gradients, which clip_grad_norm_ returns before it clips",
+    remedy="set the limit near the usual norm of the gradients, which clip_grad_norm_ returns before it clips; that of "
+    "clip_grad_value_ near their usual elements",
     least=8,
     share=0.8,
     hides=("update_small", "never_updated"),

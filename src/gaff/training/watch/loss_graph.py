@@ -314,9 +314,12 @@ def _note_behind(one: str, others: list[str], name: str, found: dict[str, Any]) 
     if behind in _BOUNDS and one in ("LogSoftmaxBackward", "BinaryCrossEntropyWithLogitsBackward", *_PAIRWISE):
         found["bounded"] = {"loss": name, "by": _BOUNDS[behind], "is_pairwise": one in _PAIRWISE}
     inner = next((other for other in others if not _is_passed(other)), "")
+    first, then = [*(other for other in others if not _is_view(other)), "", ""][:2]
     if (one, inner) in _TWICE:
         outer = "a log_softmax" if one == "LogSoftmaxBackward" else "a sigmoid"
         found["doubled"] = {"loss": name, "outer": outer, "inner": _TWICE[one, inner]}
+    elif one == "BinaryCrossEntropyBackward" and first == then == "SigmoidBackward":
+        found["doubled"] = {"loss": name, "outer": "a sigmoid", "inner": "sigmoid"}
 
 
 def _is_judged(chain: list[Any], names: list[str]) -> bool:
