@@ -218,6 +218,16 @@ def threads_that_train():
 
 
 @ending
+def all_threads_that_are_there_are_waited_for():
+    train()
+    for one in threading.enumerate():
+        if one is not threading.main_thread():
+            one.join(5)
+            print("was there:", one.name, one.is_alive(), flush=True)
+    print(threading.active_count(), flush=True)
+
+
+@ending
 def a_fork():
     train()
     sys.stdout.flush()

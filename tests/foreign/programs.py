@@ -848,17 +848,6 @@ def threads_run_models():
     show(sorted(told), threading.active_count() >= 1)
 
 
-@program
-def all_threads_that_are_there_are_waited_for():
-    model = Net()
-    train(model, torch.optim.SGD(model.parameters(), 0.1))
-    for one in threading.enumerate():
-        if one is not threading.main_thread():
-            one.join(60)
-            show(one.is_alive(), "was there")
-    show(threading.active_count())
-
-
 class OfNoLength(Sampler):
     """Batches of two, whose number nobody may ask for."""
 
