@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -353,3 +354,30 @@ def test_a_compiled_model_is_freed_while_it_is_watched(tmp_path):
         gone = train()
         gc.collect()
         assert gone() is None
+
+
+@pytest.mark.parametrize("who", ["watch", "guard"])
+def test_a_compiled_step_of_an_optimizer_compiles_nothing_of_gaffs(who, tmp_path):
+    def trained(opened):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+        step = torch.compile(lambda: optimizer.step(), backend="aot_eager")
+        with opened(net, optimizer):
+            for _ in range(12):
+                optimizer.zero_grad()
+                net(torch.randn(2, 4)).square().mean().backward()
+                step()
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"], [one.detach() for one in net.parameters()]
+
+    opening = {
+        "watch": lambda net, optimizer: gaff.watch(net, optimizer, out=tmp_path / "run"),
+        "guard": lambda net, optimizer: gaff.guard(net),
+    }
+    graphs, bare = trained(lambda net, optimizer: nullcontext())
+    ours, seen = trained(opening[who])
+    assert ours <= graphs + 1
+    if who != "guard":  # which runs all that is compiled eagerly where the model is not
+        assert all(torch.equal(one, other) for one, other in zip(bare, seen, strict=True))

@@ -84,6 +84,18 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
+def never_traced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook itself, at which Dynamo from now on ends a graph, to call it as it is, and begins another after it.
+
+    For hooks that torch calls in the middle of what somebody compiles, as a step of an optimizer: traced into it, every
+    change of what they know would compile it anew. What they call is not compiled either, once the compiler is loaded.
+    """
+    function: Any = getattr(hook, "__func__", hook)
+    function._torchdynamo_disable = True  # what torch.compiler.disable sets, which would load the compiler
+    function._torchdynamo_disable_msg = "gaff looks at a step here"
+    return uncompiled(hook)
+
+
 @contextmanager
 def without_donated_buffers() -> Iterator[None]:
     """What is compiled in it gives no buffer of its forward to its backward.

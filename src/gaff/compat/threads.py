@@ -20,14 +20,15 @@ class UnlistedThread(threading.Thread):
     def start(self) -> None:
         """Start, and take it off the list as soon as it runs."""
         super().start()
-        self._unlist()
+        self._unlist(lambda listed: listed is self)  # else it has ended, and another thread has its number
 
     def _delete(self) -> None:
         """Python's own, which expects to find it listed."""
-        self._unlist()
+        self._unlist(lambda listed: True)  # a stand-in, too
 
-    def _unlist(self) -> None:
+    def _unlist(self, is_ours: Callable[[Any], bool]) -> None:
         listed, lock = getattr(threading, "_active", None), getattr(threading, "_active_limbo_lock", None)
         if isinstance(listed, dict) and lock is not None:
             with lock:
-                listed.pop(self.ident, None)
+                if is_ours(listed.get(self.ident)):
+                    listed.pop(self.ident, None)

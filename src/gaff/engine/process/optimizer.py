@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gaff.compat import distributed, elements, foreach
-from gaff.compat.compiler import uncompiled
+from gaff.compat.compiler import never_traced, uncompiled
 from gaff.compat.modes import frames_from
 from gaff.engine.gradients.sharded import ShardedGradient
 from gaff.engine.gradients.tensor_hooks import on_gradient, take_turn
@@ -373,7 +373,7 @@ def count_steps(parameters: Callable[[], Iterable[Tensor]], completed: Callable[
         if not is_skipped(optimizer) and not is_inner_step(optimizer) and owned.has(optimizer):
             completed()
 
-    return register_optimizer_step_post_hook(stepped)
+    return register_optimizer_step_post_hook(never_traced(stepped))
 
 
 class StepWatch:
@@ -399,10 +399,10 @@ class StepWatch:
         self._handles = ExitStack()
 
     def __enter__(self) -> None:
-        self._handles.callback(register_optimizer_step_pre_hook(self._stepping).remove)
+        self._handles.callback(register_optimizer_step_pre_hook(never_traced(self._stepping)).remove)
         ended = self._ended
         if ended is not None:
-            after = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: ended(optimizer))
+            after = register_optimizer_step_post_hook(never_traced(lambda optimizer, args, kwargs: ended(optimizer)))
             self._handles.callback(after.remove)
 
     def __exit__(self, *exc: object) -> None:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from gaff.compat import autograd
+from gaff.compat.compiler import never_traced
 from gaff.engine.process.calls import is_hidden
 from gaff.engine.process.optimizer import is_inner_step
 from gaff.engine.process.stack_room import passed_over
@@ -64,8 +65,8 @@ class Outer:
     def open(self) -> None:
         """Begin to tell; the first in the process installs what all share."""
         if not _OPEN:
-            _UNDO.append(register_optimizer_step_pre_hook(_step_begins).remove)
-            _UNDO.append(register_optimizer_step_post_hook(_step_ended).remove)
+            _UNDO.append(register_optimizer_step_pre_hook(never_traced(_step_begins)).remove)
+            _UNDO.append(register_optimizer_step_post_hook(never_traced(_step_ended)).remove)
             _UNDO.append(_unwrap_all)
             _replace("backward", _backward, torch.autograd)
             _replace("scale", _after(_tell_scaled), torch.amp.GradScaler)
@@ -179,6 +180,8 @@ def _tell_compiled(told: Told, compiled: Any, model: Any = None, *args: Any, **k
     That is the module which it made of a module, or the function that it was given; used as a decorator with options it
     tells nothing.
     """
+    for hook in (_step_begins, _step_ended):
+        never_traced(hook)  # the compiler is loaded now
     if model is not None:
         told.compiled(compiled if isinstance(model, nn.Module) else model)
 
