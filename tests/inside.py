@@ -141,6 +141,10 @@ SHARDED = {
     "test_a_parameter_is_stood_in_for_everywhere_and_never_written_to": PARTS,
     "test_a_failing_run_gives_the_parameter_back": PARTS,
     "test_the_gradient_is_that_of_the_new_parameter": PARTS,
+    "test_a_gradient_of_no_run_is_told_as_one_however_many_there_were[an earlier forward": "it is sharded by the session",
+    "test_a_gradient_of_no_run_is_told_as_one_however_many_there_were[the parameter alone": INNER,
+    "test_all_that_stand_in_for_a_parameter_are_followed": "FSDP2 takes DTensors in place of its parameters",
+    "test_what_stood_in_for_a_parameter_is_freed": "FSDP2 takes DTensors in place of its parameters",
     "test_steps_are_those_of_the_models_own_optimizer": PARTS,
     "test_when_limits_an_edit_to_runs_calls_and_steps": PARTS,
     "test_scaled_gradients_are_shown_as_they_are": PARTS,
@@ -186,6 +190,7 @@ FROZEN = "DistributedDataParallel takes no model without a parameter that is tra
 UNUSED = "DistributedDataParallel refuses parameters that get no gradient"
 
 REPLICATED = {
+    "test_a_gradient_of_no_run_is_told_as_one_however_many_there_were[an earlier forward": "the session replicates it",
     **SPREAD,
     "test_a_trainable_edit_trains_through_a_checkpoint": FROZEN,
     "test_a_module_as_an_edit_trains_while_the_model_is_frozen": FROZEN,
