@@ -24,7 +24,7 @@ from gaff.address.resolve import Found, is_container, unwrap
 from gaff.engine.clock import Clock, Run
 from gaff.engine.exported import is_untold
 from gaff.engine.gradients.edits import ShareChange
-from gaff.engine.gradients.leaves import LeafGradient
+from gaff.engine.gradients.leaves import LeafGradient, itself
 from gaff.engine.gradients.outer import OuterGradient
 from gaff.engine.gradients.pending import Gradients
 from gaff.engine.gradients.ports import InputGradient, OutputGradient, PassMark, find_input, report_missing
@@ -84,7 +84,7 @@ class Wiring:
                 self._wire(model, tap)
             self._wire_runs(model)
         for tensor in tensors:
-            find = partial(_itself, tensor.tensor)
+            find = partial(itself, tensor.tensor)
             self.leaves.append(LeafGradient(self.gradients, tensor.stream, clock, find, is_anywhere=True))
         is_value = all(type(tap) is Tap and tap.found.site.port in _VALUES for tap in self.taps)
         self.is_lasting = is_value and not (self.has_marks or self.swaps or self.scopes)
@@ -303,11 +303,6 @@ class Wiring:
 def _parameter(found: Found) -> Tensor:
     """The parameter itself, also while an edit lets another tensor stand in for it."""
     return original_of(found.tensor)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    """The tensor that the user gave: it is never replaced, as a parameter may be."""
-    return tensor
 
 
 def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: Gradients) -> None:

@@ -390,12 +390,11 @@ def _case(record: Record) -> RunCase:
     unstepped = Unstepped(
         int(seen.get("backwards", 0)), int(seen.get("others", 0)), bool(made.get("has_modules", True))
     )
-    is_raised = any(one.get("is_raised") for one in looks)
+    is_raised, last = any(one.get("is_raised") for one in looks), told[-1][0] if told else None
     return RunCase(
         by_severity(record.findings), record.steps, len(record.looks), losses, lr, _guesses(told),
         max(optimizers, default=1), record.experiments, unstepped,
-        SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search, is_raised,
-                    max((step for step, _ in told), default=None)),
+        SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search, is_raised, last),
         2 * sum(map(acts, looks)) > len(looks),
         {name: factor_of(name, told) for name in losses},
         record.evaluated(part.rank),

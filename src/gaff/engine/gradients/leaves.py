@@ -125,7 +125,7 @@ class LeafGradient:
             self._hooked = {at: known for at, known in self._hooked.items() if known[0]() is not None}
             self._prune_at = 2 * len(self._hooked) + 8
         handle = on_gradient(tensor, self._arrived)
-        self._hooked[id(tensor)] = partial(_itself, tensor), tensor._cdata, handle
+        self._hooked[id(tensor)] = partial(itself, tensor), tensor._cdata, handle
         if not self.only_looks:
             take_turn(handle, self.number)
         if tensor._is_view() and not tensor.is_leaf:
@@ -236,7 +236,8 @@ class LeafGradient:
             self._stream.refuse(run, 0, APART)
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def itself(tensor: Tensor) -> Tensor:
+    """The tensor that was given: what is never replaced, as a parameter may be, or is held as long as this is."""
     return tensor
 
 
