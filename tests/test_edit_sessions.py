@@ -245,6 +245,10 @@ BAD = {
     "patch": (edits.patch(torch.zeros(2, 4)), r"a: patch of shape 2x4 given where 3x4 passes: map them"),
     "rows": (edits.patch(torch.zeros(2, 4), rows={0: 5}), r"a: 0: 5 is outside dimension 0 of 3x4 \(here\) or 2x4"),
     "index": (edits.at(keep.rows(7), edits.zero()), r"a: index 7 is outside dimension 0 of shape \(3, 4\)"),
+    "step": (
+        lambda t: edits.at(keep.positions(4), edits.zero()).change(t[:, None], None)[:, 0],
+        r"index 4 is outside dimension 1 of shape \(3, 1, 4\); a step of generate with a cache passes one position",
+    ),
     "mask": (edits.at(torch.ones(9, dtype=torch.bool), edits.zero()), r"a: mask of shape \(9,\) does not fit"),
     "width": (edits.project(torch.ones(5)), r"a: directions of width 5 given"),
 }

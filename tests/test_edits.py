@@ -230,6 +230,23 @@ def test_patches_and_ablations_from_a_capture_take_each_site_from_its_own():
     torch.testing.assert_close(averaged, model.second(hidden).expand(3, 2))
 
 
+def test_one_run_of_a_capture_is_a_source_as_the_capture_is():
+    model, clean, other, corrupt = ByHand(), torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 4)
+    with gaff.capture(model, "first") as got:
+        model(clean)
+        y = model(other)
+    with pytest.raises(gaff.SiteError, match=r"say got\.run\(0\)"), gaff.edit(model, {"first": edits.patch(got)}):
+        model(corrupt)
+    for source in (edits.patch(got.run(1)), edits.patch(got, run=1), edits.patch(got.run(1), run=1)):
+        with gaff.edit(model, {"first": source}):
+            assert torch.equal(model(corrupt), y)
+    with gaff.edit(model, {"first": edits.ablate("mean", got.run(1))}), gaff.capture(model, "first") as told:
+        model(corrupt)
+    torch.testing.assert_close(told["first"], got.run(1)["first"].mean(0).expand(3, -1))
+    with pytest.raises(gaff.SiteError, match=r"run\(0\): these are the events of run 1 alone: ask the capture"):
+        got.run(1).run(0)
+
+
 def test_a_module_as_an_edit_trains_while_the_model_is_frozen():
     model, extra = ByHand(), nn.Linear(WIDTH, WIDTH)
     model.requires_grad_(False)

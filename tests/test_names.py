@@ -6,7 +6,7 @@ from torch import nn
 
 import gaff
 from gaff import edits
-from gaff.address.grammar import parse
+from gaff.address.grammar import parse, parse_site
 from gaff.errors import PlanError, SiteError
 
 transformers = pytest.importorskip("transformers")
@@ -254,7 +254,11 @@ def test_a_saved_capture_is_read_by_the_names_that_were_asked_for(tmp_path):
     with pytest.raises(SiteError, match="the standard names that were asked for: expected one of names:mlp.out.0"):
         known.all("names:resid_mid.*")
     with pytest.raises(SiteError, match="is a standard name, whose address is another in each model"):
-        edits.patch(got, source="names:mlp.out.0")
+        parse_site("names:mlp.out.0")
+    with gaff.edit(model, {"names:mlp.out.1": edits.patch(known, source="names:mlp.out.0")}):
+        with gaff.capture(model, "names:mlp.out.1") as told:
+            model(ids)
+    assert torch.equal(told["names:mlp.out.1"], got["names:mlp.out.0"])
 
 
 def test_an_edit_by_name_in_a_run_that_makes_the_stream_otherwise_raises():
@@ -338,3 +342,23 @@ def test_a_patch_by_name_takes_what_the_name_meant_in_the_other_model():
             part(tokens())
         assert torch.equal(told[name], got[name])
         assert not torch.equal(told[name], got[f"names:resid_post.{last + 1}"])
+
+
+def test_a_patch_takes_from_a_standard_name_of_another_run_and_of_the_same():
+    model = llama()
+    x, other = tokens(), tokens().flip(1)
+    with gaff.capture(model, "names:resid_post.0") as got:
+        model(x)
+    with gaff.capture(model, "names:resid_post.0") as same:
+        model(other)
+    for edit, expected in (
+        (edits.patch(got, source="names:resid_post.0"), got),
+        (edits.patch(source="names:resid_post.0"), same),
+    ):
+        with gaff.edit(model, {"names:resid_post.1": edit}), gaff.capture(model, "names:resid_post.1") as told:
+            model(other)
+        assert torch.equal(told["names:resid_post.1"], expected["names:resid_post.0"])
+    with pytest.raises(SiteError, match=r"names:resid_pst\.0: .* has no such name; nearest: resid_p"):
+        gaff.edit(model, {"names:resid_post.1": edits.patch(source="names:resid_pst.0")})
+    with pytest.raises(SiteError, match=r"'names:resid_post\.\*' is a pattern: expected one exact site"):
+        edits.patch(got, source="names:resid_post.*")

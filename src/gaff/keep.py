@@ -49,6 +49,11 @@ class Part:
         chosen = [self.index] if isinstance(self.index, int) else list(self.index)
         if any(not -size <= number < size for number in chosen):
             hint = "; dim= says another dimension, such as dim=-1" if self.dim == 1 and tensor.dim() > 2 else ""
+            if hint and size == 1:
+                hint = (
+                    "; a step of generate with a cache passes one position: gaff.edits.when(edit, runs=0) limits an "
+                    "edit to the prompt"
+                )
             raise PlanError(
                 f"index {self.index!r} is outside dimension {self.dim} of shape {tuple(tensor.shape)}{hint}"
             )

@@ -188,6 +188,12 @@ def parse_site(text: str) -> Site:
     return address
 
 
+def parse_single(text: str) -> Address:
+    """Read what means one site: its exact address, or a standard name. Raises SiteError as ``parse_site`` does."""
+    address = parse(text)
+    return address if isinstance(address, Pattern) and address.is_single else parse_site(text)
+
+
 def fits_op(wanted: str, name: str) -> bool:
     """Whether ``name``, of an op, is the one that an address wants: ``wanted`` may be a glob, such as ``*_softmax``."""
     return _glob(wanted).fullmatch(name) is not None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.address.grammar import Site, parse_site
+from gaff.address.grammar import Site, parse_single
 from gaff.compat import elements
 from gaff.edits.arithmetic import Add, Clamp, Clip, Fill, Noise, Project, Quantize, Reverse, Scale, Stop
 from gaff.edits.event import Call, Edit, Event, need_callable, with_event
@@ -131,10 +131,11 @@ def patch(
     """Put in what another run had, or what passed another site: ``patch(got)``, ``patch(source="h.3")``.
 
     Args:
-        values: a tensor, or a ``gaff.capture`` of another run (also one from ``gaff.load``), call by call; None: the
-            very run that is edited, in which ``source`` must pass first, as the model goes on with it.
-        source: the address of the one output or input to take from; None: each site gets its own value. Without
-            ``@call`` its call of the same number is meant.
+        values: a tensor, or a ``gaff.capture`` of another run (also one from ``gaff.load``, or ``got.run(0)`` of it),
+            call by call; None: the very run that is edited, in which ``source`` must pass first, as the model goes on
+            with it.
+        source: the address, or standard name, of the one output or input to take from; None: each site gets its own
+            value. Without ``@call`` its call of the same number is meant.
         rows, positions: ``{here: there}`` along dimensions 0 and 1; the rest stays. A number or a list (-1: the last)
             means the same places in both. Without them shapes must be equal.
         run: which run of the capture, when it holds several.
@@ -147,7 +148,7 @@ def patch(
     if source is not None and not isinstance(source, (str, Site)):
         raise PlanError(f"source={source!r:.40} is no address: expected one exact site as text, such as 'h.3'")
     need_truth(detach, "detach")
-    address = None if source is None else str(parse_site(source) if isinstance(source, str) else source)
+    address = None if source is None else str(parse_single(source) if isinstance(source, str) else source)
     if values is None and (address is None or run is not None):
         raise PlanError("patch was given nothing to patch from: expected a tensor, a capture, or source= alone")
     if isinstance(values, Tensor) and address is not None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gaff.address.grammar import NAMED, parse_site
+from gaff.address.grammar import NAMED, parse_single
 from gaff.address.nested import shape_text as _text
 from gaff.edits.event import Event, generator, like, logical
 from gaff.errors import PlanError
@@ -107,8 +107,8 @@ class Patch:
             return logical(self.values(event))
         address = _address(self.values, event)
         if self.source is not None:
-            site = parse_site(self.source)
-            address = str(site if site.call is not None else replace(site, call=event.call))
+            wanted = parse_single(self.source)
+            address = str(wanted if wanted.call is not None else replace(wanted, call=event.call))
         found = self.values.run(self.run)[address]
         if not isinstance(found, Tensor):
             raise PlanError(f"the capture holds a {type(found).__name__} at {address}: expected a tensor")

@@ -216,9 +216,9 @@ class Editing:
         """
         if output is None or run.failure.text or any(stream.checked.has_failed for stream in self._streams):
             return  # an exception ended the run, or will
-        if not self._has_warned and not all(is_there(tap.found) for tap in self._taps):
+        if not self._has_warned and (gone := [tap.found.site for tap in self._taps if not is_there(tap.found)]):
             self._has_warned = True
-            warnings.warn(f"gaff: {REPLACED}: attach the plan again", stacklevel=4)
+            warnings.warn(f"gaff: {gone[0]}: {REPLACED}: attach the plan again", stacklevel=4)
         if not self._has_warned and (run.step or not run.index):
             needs_backward = (*GRADIENT_PORTS, "grad")
             optional = self._plan.optional

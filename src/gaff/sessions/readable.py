@@ -65,6 +65,17 @@ class Readable(Mapping[str, Any]):
         """The value as ``got[address]`` gives it, ``default`` where there is no event; else raises like it."""
         return self[address] if self._reading().has(address) else default
 
+    def run(self, index: int | None) -> RunView:
+        """The events of the run with this number, from 0; None for all that are here.
+
+        Nothing is looked up yet: a number without a run raises SiteError when a value is read. Raises SiteError where
+        these are the events of another run already.
+        """
+        reading = self._reading()
+        if reading.index not in (None, index) and index is not None:
+            raise SiteError(f"run({index}): these are the events of run {reading.index} alone: ask the capture")
+        return RunView(reading if index is None else replace(reading, index=index))
+
     def all(self, address: Wanted) -> list[Any]:
         """Every value of a site, in order of run, call and backward pass.
 
@@ -145,13 +156,6 @@ class Captured(Readable):
     @abstractmethod
     def _about(self) -> tuple[str, Mapping[int, Sequence[str]]]:
         """The model's name; names of the classes of each site's module, bases included, by identity of its stream."""
-
-    def run(self, index: int | None) -> RunView:
-        """The events of the run with this number, from 0; None for all runs.
-
-        Nothing is looked up yet: a number without a run raises SiteError when a value is read.
-        """
-        return RunView(replace(self._reading(), index=index))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write everything to ``path``, a ``.safetensors`` file, which ``gaff.load`` reads back.

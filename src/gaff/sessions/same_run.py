@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff.address.grammar import VALUE_PORTS, Site, parse_site
+from gaff.address.grammar import VALUE_PORTS, Site, parse_single, parse_site
 from gaff.address.nested import describe, iter_tensors
-from gaff.address.resolve import find_site
+from gaff.address.resolve import find_site, resolve
 from gaff.compat.placements import UNKNOWN_PART, is_equal_everywhere, placement_of, together
 from gaff.edits.event import Edit, Event
 from gaff.edits.places import iter_innermost, with_patches
@@ -160,21 +160,23 @@ class SameRun:
         def bound(patch: Patch) -> Edit:
             if not patch.is_of_same_run or patch.source is None:
                 return patch
-            source = parse_site(patch.source)
+            source = self._source_of(patch.source)
             if target.port not in VALUE_PORTS or source.port not in VALUE_PORTS:
                 raise PlanError(
                     f"{target}: patched from {source} of the same run: expected outputs and inputs, whose values pass"
                 )
             if source.op is not None and source.op_index is None:
                 raise PlanError(f"{target}: patched from {source}, which may be several ops: say which, as {source}#0")
-            if self._model is not None:
-                find_site(self._model, source)
             key = (patch.source, patch.detach)
             if key not in self._passed:
                 self._passed[key] = PatchSource(source, detach=patch.detach, meshes=self._meshes)
             return replace(patch, values=self._passed[key])
 
         return with_patches(edit, bound)
+
+    def _source_of(self, text: str) -> Site:
+        """The site in the model that ``text`` means. Raises SiteError for one that there is not."""
+        return parse_site(text) if self._model is None else resolve(self._model, parse_single(text))[0].site
 
     def open(self, threads: str) -> None:
         """Listen at the sources, if there are any."""

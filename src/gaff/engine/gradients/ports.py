@@ -305,6 +305,10 @@ def tell_none(stream: Stream, run: Run, call: int, value: Any, *, is_exact: bool
 
 
 def ambiguous(site: Site, key: Key, found: list[tuple[Key, Tensor]]) -> SiteError:
-    """The error of an address that means one tensor and names several, for the caller to raise; lists eight."""
-    names = ", ".join(f"{replace(site, call=None, key=(*key, *inner))}" for inner, _ in found[:8])
+    """The error of an address that means one tensor and names several, for the caller to raise.
+
+    Lists up to eight of those that can have a gradient, and of others only where there are no such.
+    """
+    able = [one for one in found if one[1].is_floating_point() or one[1].is_complex()] or found
+    names = ", ".join(f"{replace(site, call=None, key=(*key, *inner))}" for inner, _ in able[:8])
     return SiteError(f"{site}: its value holds {len(found)} tensors, a gradient belongs to one; say which: {names}")
