@@ -362,3 +362,57 @@ def test_a_patch_takes_from_a_standard_name_of_another_run_and_of_the_same():
         gaff.edit(model, {"names:resid_post.1": edits.patch(source="names:resid_pst.0")})
     with pytest.raises(SiteError, match=r"'names:resid_post\.\*' is a pattern: expected one exact site"):
         edits.patch(got, source="names:resid_post.*")
+
+
+@pytest.mark.parametrize("asked", [
+    ["names:mlp.out.*", "names:mlp.out.*:grad_output"],
+    ["names:mlp.out.*:grad_output", "names:mlp.out.*"],
+    ["names:mlp.out.0", "names:mlp.out.0:grad_output", "names:mlp.out.1", "names:mlp.out.1:grad_output"],
+])  # fmt: skip
+def test_a_value_and_its_gradient_by_one_name_are_told_apart(asked, tmp_path):
+    model, ids = llama(), tokens()
+    truth = {}
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.down_proj.register_forward_hook(lambda _, __, y, number=number: truth.update({number: y.clone()}))
+        layer.mlp.down_proj.register_full_backward_hook(
+            lambda _, __, g, number=number: truth.update({f"grad {number}": g[0].clone()})
+        )
+    with gaff.capture(model, *asked) as got:
+        model(ids).logits.square().sum().backward()
+    got.save(tmp_path / "x.safetensors")
+    for told in (got, gaff.load(tmp_path / "x.safetensors")):
+        for number in (0, 1):
+            assert torch.equal(told[f"names:mlp.out.{number}"], truth[number])
+            assert torch.equal(told[f"names:mlp.out.{number}:grad_output"], truth[f"grad {number}"])
+        assert torch.equal(told.stack("names:mlp.out.*"), torch.stack([truth[0], truth[1]]))
+        gradients = torch.stack([truth["grad 0"], truth["grad 1"]])
+        assert torch.equal(told.stack("names:mlp.out.*:grad_output"), gradients)
+    model.model.layers = model.model.layers[:1]  # names mean what they meant then, by then's ports
+    assert torch.equal(got["names:mlp.out.1:grad_output"], truth["grad 1"])
+
+
+def test_a_gradient_that_was_not_asked_for_is_not_the_value(tmp_path):
+    model, ids = llama(), tokens()
+    with gaff.capture(model, "names:mlp.out.*") as got:
+        model(ids)
+    got.save(tmp_path / "x.safetensors")
+    for told in (got, gaff.load(tmp_path / "x.safetensors")):
+        assert "names:mlp.out.1:grad_output" not in told
+        with pytest.raises(SiteError, match=r"names:mlp\.out\.1:grad_output.*expected one of"):
+            told["names:mlp.out.1:grad_output"]
+
+
+def test_one_site_of_two_names_is_read_by_both(tmp_path):
+    model, ids = llama(), tokens()
+    states = model(ids, output_hidden_states=True).hidden_states
+    for asked in (["names:resid_post.*", "names:resid_pre.*"], ["names:resid_*.*"], ["names:resid_pre.1", "names:**"]):
+        with gaff.capture(model, *asked) as got:
+            model(ids)
+        got.save(tmp_path / "x.safetensors")
+        for told in (got, gaff.load(tmp_path / "x.safetensors")):
+            assert torch.equal(told.stack("names:resid_pre.*"), torch.stack(states[:2]))
+            assert torch.equal(told["names:resid_post.0"], states[1])
+            assert torch.equal(told["names:resid_pre.1"], states[1])
+    with gaff.capture(model, "model.layers.0:input", "names:resid_pre.1") as got:
+        model(ids)
+    assert torch.equal(got.stack("names:resid_pre.*"), torch.stack(states[:2]))

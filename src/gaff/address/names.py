@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
-from gaff.address.grammar import OUTPUT, Pattern, Site, nearest
+from gaff.address.grammar import NAMED, OUTPUT, Pattern, Site, nearest
 from gaff.errors import PlanError, SiteError
 
 if TYPE_CHECKING:
@@ -70,8 +70,10 @@ def standard_names(modules: Modules) -> dict[str, Site]:
     return {name: site for stack in stacks_of(modules) for name, site in stack.names().items()}
 
 
-def sites_of(modules: Modules, pattern: Pattern, *, is_edit: bool = False) -> list[Site]:
-    """The addresses that a pattern of standard names means in a model, such as ``names:attn.pattern.*``.
+def named_by(modules: Modules, pattern: Pattern, *, is_edit: bool = False) -> dict[str, Site]:
+    """The addresses that a pattern of standard names means in a model, such as ``names:attn.pattern.*``, each by name.
+
+    Names are written as addresses, with the port, call and key that the pattern asks for.
 
     A port of a gradient means that of the value: at an input the total gradient of what comes in. With ``is_edit`` that
     of a value which goes on around the module that is given it is where it is made. Raises SiteError with near names
@@ -91,7 +93,8 @@ def sites_of(modules: Modules, pattern: Pattern, *, is_edit: bool = False) -> li
                         f"be {fitting[wrong]}")  # fmt: skip
     if is_edit and pattern.port == OUTPUT:
         fitting = {name: _made_at(modules[""], name, site) for name, site in fitting.items()}
-    return [_asked(pattern, site) for site in fitting.values()]
+    tail = str(pattern).removeprefix(f"{NAMED}{text}")
+    return {f"{NAMED}{name}{tail}": _asked(pattern, site) for name, site in fitting.items()}
 
 
 def _joined(modules: Modules, name: str, known: Mapping[str, Site]) -> str:

@@ -26,7 +26,7 @@ from gaff.address.grammar import (
     nearest,
     parse,
 )
-from gaff.address.names import sites_of, standard_names
+from gaff.address.names import named_by, standard_names
 from gaff.errors import PlanError, SiteError
 
 if TYPE_CHECKING:
@@ -330,8 +330,8 @@ def _find_pattern(model: nn.Module, pattern: Pattern, is_edit: bool) -> list[Fou
     means the ops of the root, which no other pattern names.
     """
     if pattern.is_named:
-        sites = sites_of(by_path(model), pattern, is_edit=is_edit)
-        return [one for site in sites for one in find_site(model, site)]
+        sites = named_by(by_path(model), pattern, is_edit=is_edit)
+        return [one for site in sites.values() for one in find_site(model, site)]
     _refuse_port(pattern)
     if pattern.port in STATE_PORTS:
         found = _match_states(model, pattern)

@@ -192,7 +192,7 @@ def _address(source: Source, event: Event) -> str:
     By the standard name, where both were asked for by such names: what they mean may lie elsewhere in its model.
     """
     if event.name and any(name.startswith(NAMED) for name in source.run(None)):
-        return f"{event.name}@{event.call}"
+        return str(replace(parse_single(event.name), call=event.call))
     return str(replace(event.site, call=event.call))
 
 

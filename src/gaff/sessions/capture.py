@@ -19,8 +19,8 @@ from weakref import WeakMethod
 
 from torch import Tensor, nn
 
-from gaff.address.grammar import GRADIENT_PORTS, OUTPUT, Pattern, Site, every_call
-from gaff.address.names import standard_names
+from gaff.address.grammar import GRADIENT_PORTS, NAMED, Pattern, Site, every_call
+from gaff.address.names import named_by
 from gaff.address.resolve import by_path, first_name, identity, is_there, need_module, resolve, unwrap
 from gaff.compat import distributed
 from gaff.engine.leftovers import STRIPPED
@@ -211,13 +211,15 @@ class Capture(Captured):
             matched.add(number)
             for found, _, is_exact in rows:
                 same = identity(found.module, found.name, found.site)
+                spelled = [request.spelled] if request.spelled else names.get(found.site, [])
                 if same in by_object:  # kept once, and told for each pattern
                     by_object[same].serves(pattern, request.reduce or options.reduce)
+                    by_object[same].also += tuple(one for one in spelled if one.startswith(NAMED))
                     exact.update([same] if is_exact and not request.optional else [])
                     continue
                 keeper = keeper or self._make_keeper(request.reduce, found.site)
                 by_object[same] = stream = KeptSite(pattern, found.site, keeper, self._ledger, options.last)
-                stream.name = request.spelled or names.get(found.site, "")
+                stream.name, stream.also = "".join(spelled[:1]), tuple(spelled[1:])
                 taps.append(Tap(found, stream, is_exact and not request.optional))
                 places.append(same)
         if exact:
@@ -278,9 +280,16 @@ class Capture(Captured):
             known = self._by_object.get(identity(unwrap(wanted), "", Site("")))
             return [known.site] if known else [found.site for found in resolve(self._model, wanted)]
         is_same = self._places is None or self._places.is_as_it_was()
-        return sites_meant(self._all_streams(), wanted, self._about()[1], is_same=is_same) or [
-            found.site for found in resolve(self._model, wanted)
-        ]
+        meant = sites_meant(self._all_streams(), wanted, self._about()[1], is_same=is_same)
+        if not is_same or (meant and wanted.is_single):
+            return meant
+        try:
+            now = [found.site for found in resolve(self._model, wanted)]
+        except (SiteError, PlanError):
+            if meant:
+                return meant
+            raise
+        return [*dict.fromkeys([*now, *meant])]
 
     def _all_streams(self) -> Streams[KeptSite]:
         """Every stream, by its address; looked through anew only where some were made since."""
@@ -330,9 +339,10 @@ def raise_if_silent(receipt: Receipt, excused: AbstractSet[str] = frozenset()) -
     )
 
 
-def names_by_site(model: nn.Module, target: object) -> dict[Site, str]:
-    """By site the standard name that a pattern of several names it by; empty for any other pattern."""
-    if not (isinstance(target, Pattern) and target.is_named and target.port == OUTPUT):
-        return {}
-    known = standard_names(by_path(model)).items()
-    return {site: f"names:{name}" for name, site in known if target.matches(name)}
+def names_by_site(model: nn.Module, target: object) -> dict[Site, list[str]]:
+    """By site the standard names that a pattern of several names it by; empty for any other pattern."""
+    found: dict[Site, list[str]] = {}
+    if isinstance(target, Pattern) and target.is_named:
+        for name, site in named_by(by_path(model), target).items():
+            found.setdefault(site, []).append(name)
+    return found

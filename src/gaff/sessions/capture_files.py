@@ -56,7 +56,7 @@ def write(
     numbers = {id(stream): at for at, stream in enumerate(streams)}
     rows = [
         {
-            "site": list(astuple(stream.site)), "name": stream.name,
+            "site": list(astuple(stream.site)), "name": stream.name, "also": list(stream.also),
             "is_plain": reading.by_name.get(stream.name) is stream,
             "classes": list(classes.get(id(stream), ())), "evicted": stream.evicted,
             "inner": [numbers[id(one)] for one in stream.inner.values()], "events": _events(stream, packing),

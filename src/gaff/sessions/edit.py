@@ -260,7 +260,7 @@ class Editing:
             place = identity(found.module, found.name, found.site)
             edit = None if request.edit is None else self._sources.bind(request.edit, found.site)
             where = told[number].pop() if told[number] else None
-            name = names.get(where or found.site, "")
+            name = next(iter(names.get(where or found.site, [])), "")
             stream = self._make_stream(str(request), found.site, place, edit, told=where, name=name)
             if stream.checked.reached is not None:
                 self._checks += [

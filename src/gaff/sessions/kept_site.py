@@ -47,6 +47,7 @@ class KeptSite:
     """
 
     name = ""  # the address as it was written, where it was
+    also: tuple[str, ...] = ()  # other standard names by which it was asked for
     none = 0  # events whose value was None
     evicted = 0  # events that were let go
     remarks: AbstractSet[str] = frozenset()

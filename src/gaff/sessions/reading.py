@@ -39,11 +39,13 @@ class ReadSite(Protocol):
     """The events of one site, as a capture keeps them or as a file holds them.
 
     ``records`` are run, call and what was kept, in order; ``inner`` the sites of single tensors and ops inside this
-    one; ``name`` is how the user asked for it, empty where only a pattern did.
+    one; ``name`` is how the user asked for it, empty where only a pattern did; ``also`` are other standard names by
+    which it was asked for.
     """
 
     site: Site
     name: str
+    also: tuple[str, ...]
     records: Any
     inner: Any
 
@@ -319,27 +321,52 @@ def sites_meant(
 
 def named_sites(streams: Streams[Any], wanted: Pattern) -> list[Site]:
     """The sites that were captured by the standard names that ``wanted`` means, whatever these mean in a model now."""
-    found = []
+    found: dict[Site, str] = {}
     for stream in streams.all:
-        known = parse(stream.name) if stream.name.startswith(NAMED) else None
-        if isinstance(known, Pattern) and wanted.matches(".".join(map(str, known.names))):
-            site = stream.site
-            call = site.call if wanted.call is None else wanted.call
-            found.append(replace(site, call=call, key=(*site.key, *wanted.key)))
-    return found
+        for name in (stream.name, *stream.also):
+            known = parse(name) if name.startswith(NAMED) else None
+            if isinstance(known, Pattern) and _is_of(known, wanted):
+                call = stream.site.call if wanted.call is None else wanted.call
+                rest = wanted.key[len(known.key) :]
+                site = replace(stream.site, call=call, key=(*stream.site.key, *rest))
+                found.setdefault(site, ".".join(map(str, known.names)))
+    return _by_number(found)
+
+
+def _by_number(found: Mapping[Site, str]) -> list[Site]:
+    """Sites by the numbers in their names, as of blocks one behind the other; what has no number stays in its order."""
+    ranks: dict[tuple[str, ...], int] = {}
+
+    def place(site: Site) -> list[int]:
+        parts = found[site].split(".")
+        return [
+            int(part) if part.isdecimal() else ranks.setdefault((*parts[: at + 1],), len(ranks))
+            for at, part in enumerate(parts)
+        ]
+
+    return sorted(found, key=place)
+
+
+def _is_of(known: Pattern, wanted: Pattern) -> bool:
+    """Whether a standard name by which something was captured is one that ``wanted`` means, or leads into its value."""
+    return (
+        wanted.matches(".".join(map(str, known.names)))
+        and wanted.port == known.port
+        and wanted.key[: len(known.key)] == known.key
+        and (wanted.call is None or known.call in (None, wanted.call))
+    )
 
 
 def sites_like(streams: Streams[Any], wanted: Pattern, classes_of: Callable[[Any], Sequence[str]]) -> list[Site]:
-    """What a pattern means among the sites that were captured, in their order, by the classes of their modules then."""
+    """What a pattern means among the sites that were captured, by the classes of their modules then."""
     paths = [
         stream.site.path
         for stream in streams.all
         if (wanted.matches(stream.site.path) or not (wanted.names or stream.site.path))
         and wanted.cls in (None, *classes_of(stream))
     ]
-    return [
-        Site(path, wanted.op, wanted.op_index, wanted.call, wanted.port, wanted.key) for path in dict.fromkeys(paths)
-    ]
+    tail = wanted.op, wanted.op_index, wanted.call, wanted.port, wanted.key
+    return _by_number({Site(path, *tail): path for path in paths})
 
 
 def _told_of(stream: ReadSite | None) -> list[ReadSite]:

@@ -44,6 +44,7 @@ class SavedSite:
     evicted: int = 0
     records: list[tuple[SavedMoment, int, Any]] = field(default_factory=list)
     inner: dict[int, SavedSite] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
     is_loose = False
 
     @property
@@ -141,4 +142,5 @@ def _site(row: Mapping[str, Any]) -> SavedSite:
         raise ValueError(f"{row['site']!r} is no site")
     number, nth = (None if one is None else int(one) for one in (op_index, call))
     site = Site(path, op, number, nth, port, tuple(one if isinstance(one, int) else str(one) for one in key))
-    return SavedSite(site, str(row["name"]), tuple(map(str, row["classes"])), int(row["evicted"]))
+    also = tuple(map(str, row.get("also", ())))
+    return SavedSite(site, str(row["name"]), tuple(map(str, row["classes"])), int(row["evicted"]), also=also)
