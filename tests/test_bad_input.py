@@ -66,6 +66,8 @@ REFUSED = {
     "a norm of values": (lambda: clipping(value=1.0, norm_type=1), PlanError, "no norm is limited"),
     "values by tensor": (lambda: clipping(value=1.0, per="tensor"), PlanError, "no norm is limited"),
     "no norm": (lambda: clipping(norm=1.0, norm_type=float("nan")), PlanError, "norm_type=nan"),
+    "a count": (lambda: clipping(norm=1.0, norm_type=0), PlanError, "norm_type=0 is no norm: expected a positive"),
+    "the least": (lambda: clipping(norm=1.0, norm_type=-float("inf")), PlanError, "norm_type=-inf is no norm"),
     "watch nothing by name": (lambda: gaff.watch({}), PlanError, "no model was given"),
     "tell a number": (lambda: gaff.watch(model(), tell=3), PlanError, "cannot be called"),
     "every as truth": (lambda: gaff.watch(model(), every=True), PlanError, "every=True"),

@@ -68,10 +68,6 @@ class Clipping:
         spread_over = [one for one in every if distributed.is_spread(one)]
         if spread_over and limits.when == "backward" and model is None:
             raise PlanError("when='backward' on parameters of several processes needs model=: expected the model")
-        if (spread_over or flat) and limits.norm_type <= 0:
-            raise PlanError(
-                f"norm_type={limits.norm_type:g} over several processes: expected a positive number, or inf"
-            )
         ranks = {rank for mesh in flat.values() for rank in mesh.mesh.flatten().tolist()}
         ranks.update(distributed.ranks_of(spread_over))
         ranks.update(distributed.processes_of(model) if model is not None else ())
@@ -127,6 +123,7 @@ class Clipping:
     def _begin(self) -> None:
         """Begin a step: the optimizer calls this before it evaluates a closure or uses a gradient."""
         self._parameters.look()
+        self._parameters.evaluations = 0
         self._views.begin()
 
     @torch.no_grad()
@@ -138,8 +135,9 @@ class Clipping:
         business: it skips the step itself), elements that are not finite, or finite ones whose squares overflow, for
         which the norm is computed again in float64. With ``nonfinite="skip"``, where the optimizer reads ``found_inf``,
         nothing of this waits for the device: the answer is a tensor. Raises NonFiniteError, and then nothing was
-        stepped.
+        stepped, but for what a closure's earlier evaluations in this step have (LBFGS).
         """
+        self._parameters.evaluations += 1
         flat = self._parameters.flat  # of which all processes must tell all, also those that have no part
         all_of = enumerate(self._parameters.all)
         given = [(number, one) for number, one in all_of if one.grad is not None or id(one) in flat]
@@ -170,7 +168,7 @@ class Clipping:
                 exact = [one.to(elements.wide_type(one)) for one in gradients]
                 norms, total = foreach.norms_of(exact, self._limits.norm_type)
                 if not bool(total.isfinite()) and self._limits.value is None:
-                    raise NonFiniteError("the norm of finite gradients overflows float64; nothing was stepped")
+                    raise NonFiniteError(f"the norm of finite gradients overflows float64; {self._parameters.stepped}")
         skip = self._clip(gradients, numbers, norms, total, bad, is_told)
         self._views.note("clipped")
         return skip

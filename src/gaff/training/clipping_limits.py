@@ -88,8 +88,8 @@ class Limits:
         try:
             object.__setattr__(self, "norm_type", float(self.norm_type))
         except (TypeError, ValueError):
-            raise PlanError(f"norm_type={self.norm_type!r} is no norm: expected a number, or inf") from None
-        if math.isnan(self.norm_type):
-            raise PlanError("norm_type=nan is no norm: expected a number, or inf")
+            raise PlanError(f"norm_type={self.norm_type!r} is no norm: expected a positive number, or inf") from None
+        if not self.norm_type > 0:  # of others a NaN or inf may be finite
+            raise PlanError(f"norm_type={self.norm_type:g} is no norm: expected a positive number, or inf")
         if not (isinstance(self.warmup, int) and isinstance(self.window, int)):
             raise PlanError(f"warmup={self.warmup!r}, window={self.window!r}: expected numbers of steps")

@@ -36,6 +36,7 @@ class LimitedParameters:
         self.numbers: dict[int, int] = {}
         self._optimizer = optimizer
         self._limits = limits
+        self.evaluations = 0  # within the step in progress
         self.model = model
         self.flat: dict[int, Any] = {}  # by identity: the processes that share a part of a flat parameter
         self._units: list[Unit] = []
@@ -64,6 +65,13 @@ class LimitedParameters:
             )
         return self.all[self.names.index(name)]
 
+    @property
+    def stepped(self) -> str:
+        """What has been stepped where it is refused now, in words."""
+        if self.evaluations < 2:
+            return "nothing was stepped"
+        return f"at evaluation {self.evaluations} of this step, which may have changed weights after the earlier ones"
+
     def nonfinite(self, gradients: list[Tensor], numbers: list[int]) -> tuple[str, ...]:
         """The names of the parameters with NaN or inf in their gradients. Waits for the device.
 
@@ -74,8 +82,8 @@ class LimitedParameters:
         if bad and self._limits.nonfinite == "raise":
             names = ", ".join(bad[:8]) + (" ..." if len(bad) > 8 else "")
             raise NonFiniteError(
-                f"{names}: the gradient is NaN or inf; nothing was stepped: expected finite ones, or nonfinite='skip' "
-                "or 'zero'"
+                f"{names}: the gradient is NaN or inf; {self.stepped}: expected finite ones, or nonfinite='skip' or "
+                "'zero'"
             )
         return bad
 
