@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 39_300
-MOST_OF_CORE = 13_880
+MOST_LINES = 39_600
+MOST_OF_CORE = 14_050
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

@@ -333,6 +333,24 @@ def test_closures_are_clipped_after_each_evaluation():
         gaff.clip_gradients(optimizer, nonfinite="skip")
 
 
+@pytest.mark.parametrize("bad, words", [(1, "nothing was stepped"), (3, "at evaluation 3 of this step, which may have")])
+def test_a_refused_evaluation_says_whether_earlier_ones_have_stepped(bad, words):
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    weight, seen = model.weight.detach().clone(), []
+
+    def closure():
+        seen.append(1)
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).pow(2).sum() * (float("nan") if len(seen) == bad else 1.0)
+        loss.backward()
+        return loss
+
+    with gaff.clip_gradients(optimizer, norm=0.5), pytest.raises(gaff.NonFiniteError, match=words):
+        optimizer.step(closure)
+    assert torch.equal(model.weight, weight) is (bad == 1)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adam, Counting])
 def test_a_step_with_a_closure_is_skipped(kind):
     model = nn.Linear(4, 3)

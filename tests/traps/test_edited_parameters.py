@@ -5,7 +5,9 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import prune
+from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint
 
 import gaff
@@ -262,3 +264,66 @@ def test_a_model_that_returns_a_generator_is_refused():
         gaff.edit(Yields(), {"lin.weight:param": edits.zero()}) as changed,
     ):
         list(changed._model(torch.ones(2)))
+
+
+BODIES = {
+    "owner then bare": lambda m, x: F.linear(m.a(x).tanh(), m.a.weight),
+    "bare then owner": lambda m, x: m.a(F.linear(x, m.a.weight).tanh()),
+    "owner, bare, owner": lambda m, x: m.a(F.linear(m.a(x).tanh(), m.a.weight).tanh()),
+    "owner only": lambda m, x: m.a(m.a(x).tanh()),
+    "bare beside another": lambda m, x: m.b(F.linear(x, m.a.weight).tanh()),
+    "nothing but bare": lambda m, x: F.linear(F.linear(x, m.a.weight).tanh(), m.a.weight, m.a.bias),
+    "in a list": lambda m, x: F.linear(x, m.held[0]).tanh() @ m.a.weight.T,
+    "a region inside": lambda m, x: checkpoint(lambda y: F.linear(y, m.a.weight).tanh(), m.a(x), use_reentrant=False),
+    "a reentrant region inside": lambda m, x: m.a(checkpoint(
+        lambda y: F.linear(y, m.a.weight).tanh(), x * 1, use_reentrant=True)),
+}  # fmt: skip
+
+
+class Region(nn.Module):
+    """A checkpoint around a function, which is one of ``BODIES``."""
+
+    def __init__(self, body, use_reentrant):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.held = [self.a.weight]
+        self.body, self.use_reentrant = BODIES[body], use_reentrant
+
+    def forward(self, x):
+        if self.use_reentrant is None:
+            return self.body(self, x)
+        return checkpoint(self.body, self, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("body", BODIES)
+def test_a_checkpointed_function_is_recomputed_with_what_stood_in(body, use_reentrant):
+    begin, forward = checkpoints._CheckpointFrame.__init__, checkpoints.CheckpointFunction.forward
+    model, truth = Region(body, use_reentrant), Region(body, None)
+    truth.load_state_dict(model.state_dict())
+    x = torch.randn(4, 3)
+
+    def passes(model, *, scaled):
+        given = x.clone().requires_grad_()
+        with gaff.edit(model, {"a.weight:param": edits.scale(2.0), "a.bias:param": edits.add(1.0)}) as editing:
+            first = model(given)
+            editing.strength(0.5)
+            second = model(given * 2)  # another value stands in for the second run
+            if not scaled:
+                (first.square().sum() + second.square().sum()).backward()
+        third = model(given)  # and none after the session
+        if scaled:
+            (first.square().sum() + second.square().sum()).backward()
+        third.square().sum().backward()
+        return [first, second, third, given.grad, *(one.grad for one in model.parameters() if one.grad is not None)]
+
+    for scaled in (False, True):  # backward in the session, and after it
+        model.zero_grad()
+        truth.zero_grad()
+        told, expected = passes(model, scaled=scaled), passes(truth, scaled=scaled)
+        assert len(told) == len(expected)
+        for one, other in zip(told, expected, strict=True):
+            torch.testing.assert_close(one, other)
+    assert type(model.a.weight) is nn.Parameter
+    assert checkpoints._CheckpointFrame.__init__ is begin
+    assert checkpoints.CheckpointFunction.forward is forward

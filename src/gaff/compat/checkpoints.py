@@ -7,7 +7,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, wraps
+from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -68,7 +69,7 @@ def _functions_at(frame: FrameType, name: str) -> Iterator[tuple[Any, CodeType]]
                 yield node, code
 
 
-def wrap_recomputation(region: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+def wrap_recomputation(region: Any, wrap: Wrap) -> bool:
     """Let a checkpoint recompute by ``wrap(function)`` in the place of the function that it would call.
 
     ``region`` is the frame of a non-reentrant checkpoint or the node of a reentrant one, and is changed. Returns
@@ -78,6 +79,56 @@ def wrap_recomputation(region: Any, wrap: Callable[[Callable[..., Any]], Callabl
     for name in names:
         setattr(region, name, wrap(getattr(region, name)))
     return bool(names)
+
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+_FOLLOWERS: dict[object, tuple[int, Wrap]] = {}  # with the thread whose checkpoints are followed
+
+
+def follow_regions(wrap: Wrap) -> Callable[[], None]:
+    """Let every checkpoint that begins on this thread recompute by ``wrap(function)``; returns what ends that.
+
+    Of both kinds, whatever a region calls. While somebody follows, a method of each of torch's two classes is another.
+    """
+    if not _FOLLOWERS:
+        _FRAME.__init__ = _begin_frame
+        _FUNCTION.forward = staticmethod(_forward)
+    key = object()
+    _FOLLOWERS[key] = get_ident(), wrap
+
+    def end() -> None:
+        if _FOLLOWERS.pop(key, None) is not None and not _FOLLOWERS:
+            _FRAME.__init__ = _PLAIN_BEGIN
+            _FUNCTION.forward = staticmethod(_PLAIN_FORWARD)
+
+    return end
+
+
+_FRAME: Any = checkpoint_module._CheckpointFrame
+_FUNCTION: Any = checkpoint_module.CheckpointFunction
+_PLAIN_BEGIN: Callable[..., None] = _FRAME.__init__
+_PLAIN_FORWARD: Callable[..., Any] = _FUNCTION.forward
+
+
+@wraps(_PLAIN_BEGIN)
+def _begin_frame(frame: Any, *args: Any, **kwargs: Any) -> None:
+    """Stands as the ``__init__`` of a non-reentrant checkpoint's frame while somebody follows."""
+    _PLAIN_BEGIN(frame, *args, **kwargs)
+    _follow(frame)
+
+
+@wraps(_PLAIN_FORWARD)
+def _forward(node: Any, *args: Any) -> Any:
+    """Stands as the ``forward`` of a reentrant checkpoint while somebody follows."""
+    outputs = _PLAIN_FORWARD(node, *args)
+    _follow(node)
+    return outputs
+
+
+def _follow(region: Any) -> None:
+    for thread, wrap in list(_FOLLOWERS.values()):
+        if thread == get_ident():
+            wrap_recomputation(region, wrap)
 
 
 class Checkpoint(NamedTuple):

@@ -206,8 +206,7 @@ class Capture(Captured):
         exact: set[tuple[object, ...]] = set()  # named by a pattern first, and by their own address later
         for number, rows in groupby(self._plan.check(model), key=attrgetter("request")):
             request = self._plan.requests[number]
-            pattern, keeper = str(request), None
-            names = names_by_site(model, request.target)
+            pattern, names, keeper = str(request), names_by_site(model, request.target), None
             matched.add(number)
             for found, _, is_exact in rows:
                 same = identity(found.module, found.name, found.site)
@@ -280,16 +279,8 @@ class Capture(Captured):
             known = self._by_object.get(identity(unwrap(wanted), "", Site("")))
             return [known.site] if known else [found.site for found in resolve(self._model, wanted)]
         is_same = self._places is None or self._places.is_as_it_was()
-        meant = sites_meant(self._all_streams(), wanted, self._about()[1], is_same=is_same)
-        if not is_same or (meant and wanted.is_single):
-            return meant
-        try:
-            now = [found.site for found in resolve(self._model, wanted)]
-        except (SiteError, PlanError):
-            if meant:
-                return meant
-            raise
-        return [*dict.fromkeys([*now, *meant])]
+        now = partial(resolve, self._model, wanted) if is_same else None
+        return sites_meant(self._all_streams(), wanted, self._about()[1], now)
 
     def _all_streams(self) -> Streams[KeptSite]:
         """Every stream, by its address; looked through anew only where some were made since."""

@@ -28,6 +28,7 @@ from gaff.address.grammar import (
     print_key,
 )
 from gaff.address.nested import describe, dig, iter_tensors
+from gaff.address.resolve import Found
 from gaff.compat.placements import PARTS, Placement
 from gaff.errors import PlanError, SiteError
 from gaff.sessions.exact import Kept, own, read
@@ -300,16 +301,28 @@ class Reading:
 
 
 def sites_meant(
-    streams: Streams[Any], wanted: Pattern, classes: Mapping[int, Sequence[str]], *, is_same: bool
+    streams: Streams[Any],
+    wanted: Pattern,
+    classes: Mapping[int, Sequence[str]],
+    now: Callable[[], Sequence[Found]] | None,
 ) -> list[Site]:
-    """What a pattern meant when the sites were captured; none where the model tells that as well as then.
+    """What a pattern meant when the sites were captured.
 
-    That is for standard names by which they were captured, and, where it is not ``is_same`` (modules hang elsewhere
-    now), for all patterns. Raises SiteError for another standard name then. ``classes`` by identity of the stream.
+    What it means ``now`` tells that as well as then, where all modules hang where they hung; else it is None, and
+    patterns are looked up among the sites, by standard names by which they were captured, and by ``classes`` (by
+    identity of the stream). Raises SiteError for another standard name then, and what ``now`` raises where nothing was
+    captured by that name.
     """
     found = named_sites(streams, wanted) if wanted.is_named else []
-    if found or is_same:
+    if found and (now is None or wanted.is_single):
         return found
+    if now is not None:
+        try:
+            return [*dict.fromkeys([*(one.site for one in now()), *found])]
+        except (SiteError, PlanError):
+            if not found:
+                raise
+            return found
     if wanted.is_named:
         known = ", ".join(stream.name or str(stream.site) for stream in streams.all[:6])
         raise SiteError(

@@ -5,7 +5,6 @@ They are apart from ``clipping`` so that a mistake is told without looking at an
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 

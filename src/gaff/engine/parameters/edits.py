@@ -7,7 +7,9 @@ the tensor from the module's table, and find the one that stands there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ class Swap:
     def __init__(
         self, found: Found, stream: EditStream, owners: Sequence[nn.Module], *, is_sharded: bool = False
     ) -> None:
-        self._is_sharded = is_sharded  # FSDP2 puts the gathered parameter in place at each call of its unit
+        self.is_sharded = is_sharded  # FSDP2 puts the gathered parameter in place at each call of its unit
         self._called: set[Run] = set()  # in which the unit of FSDP2 was called
         self._found = found
         self._stream = stream
@@ -55,7 +57,7 @@ class Swap:
         """
         self.restore()
         crossing = self.crossings[run] = Crossing(run, 0, memo={})  # the decision is kept, checkpoint or not
-        if not self._is_sharded:
+        if not self.is_sharded:
             self._stand_in(crossing)
 
     def begin_unit(self, run: Run) -> None:
@@ -110,6 +112,29 @@ class Swap:
         self._again.append(crossing)
         frame.at_leave[:0] = [lambda: standing.remove(key), self._again.pop]
 
+    @contextmanager
+    def repeated(self, crossing: Crossing) -> Iterator[None]:
+        """A checkpoint recomputes a region of the run of ``crossing``: its value stands in, from the first use on.
+
+        Whatever uses it: also code that calls no module around the parameter, so that ``again`` does not come.
+        """
+        standing, key = Standing.of(self._found.tensor, self._owners), object()
+        made: list[Tensor] = []
+
+        def make() -> Tensor:
+            repeated = Crossing(crossing.run, crossing.call, True, crossing.memo, True)
+            made.append(self._change(self._found.tensor, repeated))
+            self._again.append(crossing)
+            return made[0]
+
+        standing.wait(key, make, autograd.backward_task())
+        try:
+            yield
+        finally:
+            standing.leave(key)
+            if made:
+                self._again.pop()
+
     def restore(self) -> bool:
         """Put the parameter back in its place; False where somebody changed what stood in for it.
 
@@ -152,6 +177,8 @@ class Swap:
 class ParameterEdits(list[Swap]):
     """All parameters that a session edits: substitutes stand in together, from the beginning of a run to its end."""
 
+    _unfollow: Callable[[], None] | None = None  # ends that checkpoints of the run in progress are followed
+
     def begin(self, run: Run) -> None:
         """A run begins. All or nothing: where one cannot stand in, none does."""
         try:
@@ -160,9 +187,19 @@ class ParameterEdits(list[Swap]):
         except BaseException:
             self.restore()
             raise
+        self._follow_no_more()
+        decided = [(swap, swap.crossings[run]) for swap in self if not swap.is_sharded]
+        if decided:
+            self._unfollow = checkpoints.follow_regions(partial(_repeating, decided))
+
+    def _follow_no_more(self) -> None:
+        if self._unfollow is not None:
+            self._unfollow()
+            self._unfollow = None
 
     def end(self, run: Run, output: Any) -> None:
         """A run has ended with ``output``. Raises the first ExactnessError, when all parameters are back in place."""
+        self._follow_no_more()
         problems: list[GaffError] = []
         if isinstance(output, Iterator):
             problems.append(
@@ -178,8 +215,22 @@ class ParameterEdits(list[Swap]):
 
     def restore(self) -> None:
         """Every parameter is back in its place."""
+        self._follow_no_more()
         for swap in self:
             swap.restore()
+
+
+def _repeating(decided: list[tuple[Swap, Crossing]], recompute: Callable[..., Any]) -> Callable[..., Any]:
+    """What a checkpoint calls in the place of ``recompute``: the values that were ``decided`` in its run stand in."""
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as standing:
+            standing.callback(checkpoints.follow_regions(partial(_repeating, decided)))  # regions inside are made anew
+            for swap, crossing in decided:
+                standing.enter_context(swap.repeated(crossing))
+            return recompute(*args, **kwargs)
+
+    return again
 
 
 class SwapScope(Act):

@@ -10,7 +10,7 @@ stands in, the parameter's class is one whose ``__torch_function__`` puts the su
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,14 @@ class _Row(NamedTuple):
         return is_counted or not memory.is_as_in(self.tensor, self.snapshot)
 
 
+class _Wait(NamedTuple):
+    """What would stand in for a parameter once it is used: made by ``make``, for the recomputation ``task``."""
+
+    key: object
+    make: Callable[[], Tensor]
+    task: int
+
+
 class Standing:
     """One parameter and all that stands in for it; the one that came last is in its place.
 
@@ -50,6 +58,7 @@ class Standing:
         self._owners = list(owners)
         self._rows: list[_Row] = []
         self._called: list[Tensor] = []  # what goes for a Parameter while it stands in
+        self._waiting: list[_Wait] = []
 
     @classmethod
     def of(cls, tensor: Tensor, owners: Sequence[nn.Module]) -> Standing:
@@ -64,13 +73,57 @@ class Standing:
         if isinstance(self.original, nn.Parameter) and not isinstance(new, nn.Parameter):
             new._is_param = True  # what torch asks for where code asks for the class
             self._called.append(new)
-        snapshot = None if memory.shares(new, self.original) else memory.snapshot(new)
-        self._rows.append(_Row(key, new, memory.version_of(new), task, snapshot))
+        with torch._C.DisableTorchFunctionSubclass():  # no use of the parameter
+            snapshot = None if memory.shares(new, self.original) else memory.snapshot(new)
+            self._rows.append(_Row(key, new, memory.version_of(new), task, snapshot))
         _BY_TENSOR[id(self.original)] = _BY_TENSOR[id(new)] = self
 
     def is_of(self, task: int) -> bool:
-        """Whether what stands there now, if anything, was put there for the recomputation ``task``."""
-        return not self._rows or self._rows[-1].task == task
+        """Whether what stands there now, or waits to, if anything, was put there for the recomputation ``task``."""
+        return self._rows[-1].task == task if self._rows else not self._waiting
+
+    def wait(self, key: object, make: Callable[[], Tensor], task: int) -> None:
+        """Let what ``make`` returns stand in from the first use of the parameter on, until ``leave(key)``.
+
+        For the recomputation ``task``, and there only where nothing stands in for the same one already. The parameter
+        itself is in its place while ``make`` runs. Of classes that cannot step aside it is made at once.
+        """
+        self._waiting.append(_Wait(key, make, task))
+        _BY_TENSOR[id(self.original)] = self
+        if not _step_aside(self.original):
+            self.used()
+
+    def used(self) -> Tensor:
+        """What a use of the parameter means: what stands in, which is made now if it waits for that."""
+        waiting = self._waiting
+        if waiting and (not self._rows or self._rows[-1].task != waiting[-1].task):
+            key, make, task = waiting[-1]
+            self._waiting = []  # what is used meanwhile is the parameter itself
+            below = object()
+            try:
+                self.add(below, self.original, task)
+                try:
+                    new = make()
+                finally:
+                    self.remove(below)
+                self.add(key, new, task)
+            finally:
+                self._waiting = waiting
+        return self.now
+
+    def leave(self, key: object) -> None:
+        """Take away what waited or stands in by ``key``."""
+        self._waiting = [one for one in self._waiting if one.key is not key]
+        if any(row.key is key for row in self._rows):
+            self.remove(key)
+        elif not self._rows:
+            self._end()
+
+    def _end(self) -> None:
+        """Nothing stands in any more, and nothing may: the parameter is what it was."""
+        if not self._waiting:
+            _BY_TENSOR.pop(id(self.original), None)
+            _step_back(self.original)
 
     def remove(self, key: object) -> bool:
         """Take away what ``key`` put there; False if it was written to, or is no longer where it was put.
@@ -87,8 +140,7 @@ class Standing:
                 del row.tensor._is_param
                 self._called = [one for one in self._called if one is not row.tensor]
         if not self._rows:
-            _BY_TENSOR.pop(id(self.original), None)
-            _step_back(self.original)
+            self._end()
         if self.now is not before:
             self._put(before, self.now)
         return was_there and not row.is_written
@@ -119,11 +171,15 @@ _OF_THE_LEAF = frozenset(
 )
 
 
-def _step_aside(parameter: Tensor) -> None:
-    """Let a parameter's uses go to what stands in for it; tensors of other classes than torch's own are left as is."""
+def _step_aside(parameter: Tensor) -> bool:
+    """Let a parameter's uses go to what stands in for it, and tell whether they do.
+
+    Tensors of other classes than torch's own are left as they are.
+    """
     kind = _ASIDE.get(type(parameter))
     if kind is not None:
         parameter.__class__ = kind
+    return type(parameter) in _ASIDE.values()
 
 
 def _step_back(parameter: Tensor) -> None:
@@ -148,7 +204,7 @@ def _used(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -
 
 def _substitute(tensor: Tensor) -> Tensor:
     standing = _BY_TENSOR.get(id(tensor))
-    return tensor if standing is None or standing.original is not tensor else standing.now
+    return tensor if standing is None or standing.original is not tensor else standing.used()
 
 
 _ASIDE: dict[type, type] = {
