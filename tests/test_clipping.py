@@ -333,7 +333,9 @@ def test_closures_are_clipped_after_each_evaluation():
         gaff.clip_gradients(optimizer, nonfinite="skip")
 
 
-@pytest.mark.parametrize("bad, words", [(1, "nothing was stepped"), (3, "at evaluation 3 of this step, which may have")])
+@pytest.mark.parametrize(
+    ("bad", "words"), [(1, "nothing was stepped"), (3, "at evaluation 3 of this step, which may have")]
+)
 def test_a_refused_evaluation_says_whether_earlier_ones_have_stepped(bad, words):
     model = nn.Linear(4, 3)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)

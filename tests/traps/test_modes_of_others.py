@@ -3,17 +3,20 @@
 import functools
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import gaff
 
+ASKING = ("__get__", "_is_view", "is_inference", "_set_grad_enabled")  # reads of what a tensor is, and grad mode
 OPTIONS = [{}, {"reduce": gaff.keep.project(3)}, {"reduce": gaff.keep.mean(1)}, {"clone": True}, {"dtype": torch.float64},
            {"reduce": lambda value: value.mm(value.t())}]  # fmt: skip
 
@@ -108,3 +111,33 @@ def test_a_fake_value_is_kept_as_one():
         with gaff.capture(model, "0") as got:
             model(torch.randn(5, 3))
     assert got["0"].shape == (5, 2)
+
+
+@pytest.mark.parametrize("address", ["0:outer_grad", "0:grad_output", "0:grad_input", "0:input_grad", "0.weight:grad"])
+@pytest.mark.parametrize("session", [gaff.capture, lambda model, one: gaff.edit(model, {one: lambda grad: grad})])
+def test_a_function_mode_of_the_program_sees_and_changes_what_the_program_does(session, address):
+    """As a mode that injects faults: what gaff calls is none of the program's functions."""
+
+    class Log(TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func.__name__ not in ASKING:
+                self.names.append(func.__name__)
+            told = func(*args, **(kwargs or {}))
+            is_value = isinstance(told, torch.Tensor) and func.__name__ in ("linear", "tanh", "view_as", "detach")
+            return told * 1.001 if is_value else told
+
+    model, x, both = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3), []
+    for is_open in (False, True):
+        model.zero_grad()
+        given, log = x.clone().requires_grad_(), Log()
+        with session(model, address) if is_open else nullcontext():
+            with log:
+                y = model(given)
+            y.sum().backward()
+        both.append((y, given.grad, model[0].weight.grad, log.names))
+    for one, other in zip(*both, strict=True):
+        assert one == other if isinstance(one, list) else torch.equal(one, other)

@@ -122,10 +122,11 @@ def grad_edge_node(tensor: Tensor) -> tuple[Node, int]:
     """The autograd node that receives the gradient of ``tensor``, and the position in its inputs.
 
     ``tensor`` must require grad. Touches ``grad_fn`` first: torch 2.13 can crash on a stale view otherwise. Of
-    a subclass torch's function would view it through ``__torch_function__``, and tell the node of that view.
+    a subclass torch's function would view it through ``__torch_function__``, and tell the node of that view, and
+    modes of the program would see that view.
     """
     _ = tensor.grad_fn
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         edge = torch.autograd.graph.get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gaff.compat import distributed, elements
-from gaff.compat.modes import outside_modes
+from gaff.compat.modes import outside_modes, unseen
 
 # Address of the memory behind a tensor: equal for all views of it, and (unlike ``data_ptr``) without making a
 # copy-on-write copy real. Raises where there is no such memory (sparse, nested).
@@ -21,7 +21,7 @@ memory_of: Callable[[Tensor], int] = torch._C._data_address  # type: ignore[attr
 
 def storage_life(tensor: Tensor) -> Callable[[], object]:
     """A function that returns None once nobody holds the memory of ``tensor`` any more; it does not hold it itself."""
-    return weakref.ref(tensor.untyped_storage())
+    return weakref.ref(unseen(tensor.untyped_storage))
 
 
 def holders_of(tensor: Tensor) -> int:
@@ -122,9 +122,13 @@ def is_alias(one: Tensor, other: Tensor) -> bool:
 
 def version_probe(tensor: Tensor) -> Tensor:
     """An empty tensor that shares the version counter of ``tensor``, and so tells of writes without holding memory."""
-    probe = tensor.detach()
-    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return probe
+
+    def make() -> Tensor:
+        probe = tensor.detach()
+        probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return probe
+
+    return unseen(make)
 
 
 def snapshot(tensor: Tensor) -> Tensor | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from gaff.compat import distributed
+
+T = TypeVar("T")
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -59,6 +61,14 @@ def _outside_functions() -> Iterator[None]:
     finally:
         for mode in reversed(taken):
             push_mode(mode)
+
+
+def unseen(function: Callable[..., T], *args: Any) -> T:
+    """What ``function`` of gaff's own returns, unseen by the program's function modes."""
+    if not torch._C._len_torch_function_stack() or not has_function_mode():
+        return function(*args)
+    with _outside_functions():
+        return function(*args)
 
 
 def is_simple() -> bool:

@@ -37,6 +37,9 @@ NO_GRAPH = "kept without its autograd graph: grad mode was off there, as in the 
 NO_BACKWARD = "no backward pass reached it"
 
 
+_NO_NAMES: tuple[str, ...] = ()
+
+
 class KeptSite:
     """The kept events of one site, in order: run, call, what was kept.
 
@@ -47,7 +50,7 @@ class KeptSite:
     """
 
     name = ""  # the address as it was written, where it was
-    also: tuple[str, ...] = ()  # other standard names by which it was asked for
+    also = _NO_NAMES  # other standard names by which it was asked for
     none = 0  # events whose value was None
     evicted = 0  # events that were let go
     remarks: AbstractSet[str] = frozenset()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gaff.address.nested import iter_tensors
-from gaff.compat import autograd, memory
+from gaff.compat import autograd, memory, modes
 from gaff.compat.autograd import is_wrapper
 from gaff.compat.compiler import uncompiled
 from gaff.engine.clock import Run
@@ -108,7 +108,8 @@ class Gradients:
         """As ``arm``, for a tensor inside an autograd graph that is no view, and where nothing is edited."""
         armed = Armed(stream, run, call)
         armed.lie_as(tensor)
-        armed.handle = tensor.register_hook(partial(_arrived, self, armed))  # no view: ``on_gradient`` asks for nothing
+        # no view: ``on_gradient`` asks for nothing
+        armed.handle = modes.unseen(tensor.register_hook, partial(_arrived, self, armed))
         self.add(armed)
 
     def arm_share(self, alias: Tensor, share: ArmedShare) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gaff.address.grammar import Site
-from gaff.compat import autograd, compiler
+from gaff.compat import autograd, compiler, modes
 from gaff.compat.placements import ANY_PARTS, PARTS
 
 EDGE = (
@@ -102,13 +102,13 @@ def on_gradient(tensor: Tensor, callback: Callable[[Any], Any]) -> Any:
     """
     if tensor._is_view():
         _ = tensor.grad_fn  # torch 2.13 can crash when a hook is set on a stale view
-    return tensor.register_hook(compiler.uncompiled(callback))
+    return modes.unseen(tensor.register_hook, compiler.uncompiled(callback))
 
 
 def alias_of(tensor: Tensor) -> Tensor:
     """A view of all of ``tensor``, in its autograd graph whatever grad mode says, with its attributes and placement."""
     with torch.enable_grad():  # a module without grad mode may return what it was given
-        alias = tensor.view_as(tensor)
+        alias = modes.unseen(tensor.view_as, tensor)
     alias.__dict__.update(tensor.__dict__)
     if ANY_PARTS and tensor in PARTS:
         PARTS[alias] = PARTS[tensor]
