@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
 import gaff
+from gaff import edits
 
 
 def ragged(layout):
@@ -207,3 +208,70 @@ def test_what_stood_for_torch_compile_does_nothing_after_the_session():
         model(torch.ones(1, 2))
     kept[0](nn.Linear(2, 2), backend="eager")
     assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+@pytest.mark.parametrize("change", ["method", "class", "recompiled"])
+def test_code_that_changes_while_something_stands_as_forward_runs(change):
+    """An edited parameter, and what is skipped, stand as the forward of the instance; the class may get another."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.lin(x)
+
+    class Doubling(Block):
+        def forward(self, x):
+            return self.lin(x) * 2
+
+    x = torch.randn(2, 3)
+    model = torch.fx.symbolic_trace(Block()) if change == "recompiled" else Block()
+    with gaff.edit(model, {"lin.weight:param": edits.scale(3.0)}):
+        plain = model(x)
+        if change == "method":
+            Block.forward = Doubling.forward
+        elif change == "class":
+            model.__class__ = Doubling
+        else:
+            output = next(node for node in model.graph.nodes if node.op == "output")
+            with model.graph.inserting_before(output):
+                doubled = model.graph.call_function(torch.mul, (output.args[0], 2))
+            output.args = (doubled,)
+            model.recompile()
+        assert torch.equal(model(x), plain * 2)
+    assert torch.equal(model(x), model.lin(x) * 2)
+    assert "forward" not in vars(model)
+
+
+def test_an_edit_of_a_share_in_inference_mode_changes_nothing():
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(2, 3)
+    with gaff.edit(model, {gaff.maybe("1:grad_input"): edits.zero()}):
+        with torch.inference_mode():
+            y = model(x)
+        hidden = model[0](x)
+        with torch.inference_mode():
+            inside = model[1](hidden)
+    with torch.no_grad():
+        assert torch.equal(y, model(x))
+        assert torch.equal(inside, y)
+
+
+def test_shares_on_a_device_without_autocast():
+    model, x = nn.Linear(3, 3, device="meta"), torch.randn(2, 3, device="meta", requires_grad=True)
+    with gaff.capture(model, ":grad_input") as got:
+        model(x).sum().backward()
+    assert got[":grad_input"].shape == x.shape
+
+
+@pytest.mark.filterwarnings("ignore")  # that TorchScript is deprecated
+def test_frozen_torchscript_inside_a_model_has_no_mode_and_is_left_alone():
+    frozen = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(3, 3))).eval())
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(2, 3)
+    model.insert(1, frozen)
+    y = model(x)
+    assert {row.site for row in gaff.trace(model, x).rows} >= {"0", "2"}
+    assert gaff.sites(model, x)
+    assert torch.equal(model(x), y)
+    assert model.training

@@ -77,8 +77,21 @@ class StandIn(Level):
     def __init__(self, module: nn.Module, around: Around) -> None:
         self._around = around
         self._is_removed = False
-        self._original = self.__wrapped__ = module.forward  # whose signature others ask for
+        self._found = self.__wrapped__ = module.forward  # whose signature others ask for
+        self._of_class = getattr(type(module), "forward", None)
         super().__init__(module)
+
+    @property
+    def _original(self) -> Any:
+        """What is called without this: what was on the instance, or the class's method as it is by now.
+
+        The module may be of another class since, and its class may have another method (a graph that was recompiled).
+        """
+        module = self._module()
+        kind = type(module)
+        if self.before is not None or getattr(kind, "forward", None) is self._of_class:
+            return self._found if self.before is None else self.before
+        return next(vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)).__get__(module, kind)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``around``, or what was there before, where this is removed but others still stand before it."""
@@ -91,7 +104,7 @@ class StandIn(Level):
 
     def __getattr__(self, name: str) -> Any:
         """What the original has (``__code__``, ``__name__``), for whoever inspects a forward as a function."""
-        if name == "_original":  # of a copy that was not made by ``__init__``
+        if name in ("_original", "_module"):  # of a copy that was not made by ``__init__``
             raise AttributeError(name)
         return getattr(self._original, name)
 

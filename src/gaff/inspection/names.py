@@ -128,12 +128,12 @@ def list_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 @contextmanager
 def _evaluated(model: nn.Module) -> Iterator[None]:
     """With the model in eval mode; afterwards each module is in the mode that it was in."""
-    modes = {module: module.training for module in model.modules()}
+    modes = [(module, module.training) for module in model.modules() if hasattr(module, "training")]
     model.eval()
     try:
         yield
     finally:
-        for module, mode in modes.items():
+        for module, mode in modes:
             module.training = mode
 
 

@@ -38,7 +38,7 @@ def untouched(model: nn.Module, inputs: Iterable[Tensor] = (), notes: list[str] 
     embeddings = [one for one in modules if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
     shortened = {one.weight: one.weight.detach().clone() for one in embeddings if one.max_norm is not None}
     versions = [(name, one, version_of(one)) for name, one in model.named_parameters() if one not in shortened]
-    modes = [module.training for module in modules]
+    modes = [(module, module.training) for module in modules if hasattr(module, "training")]  # frozen TorchScript: none
     leaves = [tensor for tensor in (*model.parameters(), *inputs) if tensor.is_leaf and tensor.requires_grad]
     gradients = [tensor.grad for tensor in leaves]
     numpy = sys.modules.get("numpy")
@@ -59,7 +59,7 @@ def untouched(model: nn.Module, inputs: Iterable[Tensor] = (), notes: list[str] 
             generator.set_state(known)
         for tensor, grad in zip(leaves, gradients, strict=True):
             tensor.grad = grad
-        for module, training in zip(modules, modes, strict=True):
+        for module, training in modes:
             module.training = training
         for saved in buffers:
             saved.restore()

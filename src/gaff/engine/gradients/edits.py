@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gaff.address.nested import Arguments, iter_tensors, put
@@ -38,7 +39,7 @@ class ShareChange(GradientArm):
     """
 
     def __call__(self, value: Arguments, given: Arguments, crossing: Crossing) -> Arguments | None:
-        if not self._wants(crossing.call):
+        if not self._wants(crossing.call) or torch.is_inference_mode_enabled():  # no view there has a graph
             return None
         _, tensor = find(value, self._site)
         if tensor is None or not autograd.takes_gradient(tensor):

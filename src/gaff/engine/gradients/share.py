@@ -277,8 +277,13 @@ def _holders(tensor: Tensor, given: Arguments) -> int:
 
 def _is_cached(feeding: Feeding, leaf: Tensor) -> bool:
     """Whether one of the nodes at a leaf is the copy that autocast keeps, and goes on giving to others."""
-    is_on = torch.is_autocast_enabled(leaf.device.type) and torch.is_autocast_cache_enabled()
-    return is_on and any(node.name().startswith("ToCopyBackward") for node, _ in feeding)
+    kind = leaf.device.type
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return (
+        is_on
+        and torch.is_autocast_cache_enabled()
+        and any(node.name().startswith("ToCopyBackward") for node, _ in feeding)
+    )
 
 
 def roots_of(output: Any, given: Any, module: nn.Module) -> list[Tensor]:
