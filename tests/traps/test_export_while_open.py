@@ -22,3 +22,18 @@ def test_export_is_refused():
     with gaff.capture(model, gaff.maybe("0")):
         with pytest.raises(Exception, match="a gaff session is open"):
             torch.export.export(model, (x,))
+
+
+@pytest.mark.parametrize("port", ["0", "0.weight:param"])
+def test_graphs_of_functorch_are_refused(port):
+    """An edit would stay in the graph for good."""
+    from functorch.compile import aot_module, nop
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.randn(1, 2)
+    ahead = aot_module(model, fw_compiler=nop)
+    with gaff.edit(model, {gaff.maybe(port): gaff.edits.scale(2.0)}):
+        for make in (lambda: ahead(x), lambda: make_fx(model)(x)):
+            with pytest.raises(gaff.PlanError, match="torch exports or traces the model while a gaff session is open"):
+                make()
+    assert torch.equal(ahead(x), model(x))

@@ -34,6 +34,14 @@ dispatch_depth: Callable[[], int] = torch._C._len_torch_dispatch_stack
 dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 
 
+_RECORDING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+def is_recording() -> bool:
+    """Whether what runs on this thread is made into a graph, by ``make_fx`` or ahead-of-time autograd (``functorch``)."""
+    return dispatch_depth() > 0 and any(torch._C._get_dispatch_mode(one) is not None for one in _RECORDING)
+
+
 def has_function_mode() -> bool:
     """Whether a function mode is at work on this thread that is not one of gaff's own (``is_gaffs``)."""
     depth = torch._C._len_torch_function_stack()

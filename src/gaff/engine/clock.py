@@ -178,12 +178,12 @@ class Clock:
         """Make a run that begins now on this thread, and tell ``at_begin``; None where this session does not look.
 
         The run is not put into ``open``: a module that is hooked only at its exit begins and ends its run there.
-        Raises PlanError while ``torch.export`` or ``torch.jit.trace`` runs, since hooks would become part of what is
-        made.
+        Raises PlanError while ``torch.export``, ``torch.jit.trace`` or another tracer runs, since hooks would become
+        part of what is made.
         """
         if self.closed or not self.is_own_thread():
             return None
-        if torch._C._get_tracing_state() or torch.compiler.is_exporting():
+        if torch._C._get_tracing_state() or torch.compiler.is_exporting() or modes.is_recording():
             raise PlanError("torch exports or traces the model while a gaff session is open on it: close it first")
         run = Run(next(self._numbers), self.step, self._size, _memory(args, kwargs), self._addresses)
         self.latest = run
