@@ -38,7 +38,7 @@ _RECORDING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeK
 
 
 def is_recording() -> bool:
-    """Whether what runs on this thread is made into a graph, by ``make_fx`` or ahead-of-time autograd (``functorch``)."""
+    """Whether what runs on this thread is made into a graph, by ``make_fx`` or autograd ahead of time (functorch)."""
     return dispatch_depth() > 0 and any(torch._C._get_dispatch_mode(one) is not None for one in _RECORDING)
 
 
