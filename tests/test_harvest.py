@@ -330,6 +330,19 @@ def test_rows_that_are_not_finite(tmp_path, policy):
         assert (~store.labels["finite"][:]).nonzero().flatten().tolist() == [37]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, "float8_e5m2"])
+def test_infinities_are_told_of_rows_in_a_dtype_that_may_have_none(tmp_path, dtype):
+    model = nn.Sequential(nn.Identity())
+    batch = torch.tensor([[1.0, 2.0], [float("inf"), 1.0], [-float("inf"), 1.0], [float("nan"), 1.0], [400.0, 0.5]])
+    with pytest.raises(gaff.PlanError, match="a NaN or an infinity in batch 0, sample 1"):
+        gaff.harvest(model, [batch], "0", out=tmp_path / "refused", dtype=dtype, nonfinite="refuse")
+    with pytest.warns(UserWarning, match="3 of 5 rows hold a NaN or an infinity"):
+        store = gaff.harvest(model, [batch], "0", out=tmp_path / "marked", dtype=dtype, nonfinite="mark")
+    assert store.labels["finite"][:].tolist() == [True, False, False, False, True]
+    kind = getattr(torch, str(dtype).removeprefix("torch."))
+    assert torch.equal(store["0"][[0, 4]].float(), batch[[0, 4]].to(kind).float())
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -163,6 +163,10 @@ class _OpenShard:
             for bad in broken.values():
                 finite &= ~bad
             labels["finite"] = finite
+        if self._options.small is not None:
+            sites = {
+                one: rows.to(self._options.small) if rows.is_floating_point() else rows for one, rows in sites.items()
+            }
         if self._options.is_rounded:
             for address, rows in sites.items():
                 sites[address], labels[SCALE_OF + address] = _rounded(address, rows)

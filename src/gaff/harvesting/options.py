@@ -70,6 +70,13 @@ class HarvestOptions:
         """Whether rows are written as int8, each with a scale."""
         return str(self.dtype).removeprefix("torch.") == "int8"
 
+    @property
+    def small(self) -> torch.dtype | None:
+        """The dtype of one byte in which rows are written, which has no infinities to tell: None for all others."""
+        name = str(self.dtype).removeprefix("torch.")
+        found = getattr(torch, name, None) if name.startswith("float8") else None
+        return found if isinstance(found, torch.dtype) else None
+
     def described(self) -> dict[str, Any]:
         """The options on which the rows depend, as JSON."""
         labels = self.labels if callable(self.labels) else {name: str(key) for name, key in self.labels.items()}

@@ -52,7 +52,8 @@ def harvest(
     need_module(model)
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     place = location_of(out)
-    given: dict[str, Any] = {"dtype": None if options.is_rounded else options.dtype, "reduce": options.reduce}
+    is_late = options.is_rounded or options.small is not None  # cast once it is known what was not finite
+    given: dict[str, Any] = {"dtype": None if is_late else options.dtype, "reduce": options.reduce}
     plan = Plan.of(*patterns, **{name: one for name, one in given.items() if one is not None})
     if not plan.requests:
         raise PlanError("harvest was given no site: expected gaff.harvest(model, data, 'layer4', out=...)")
