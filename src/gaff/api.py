@@ -307,10 +307,10 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
     Args:
         model: any module. It is in evaluation mode meanwhile, unless ``training``. Of one whose weights lie on several
             processes (FSDP2, tensor parallelism) values are written as one process would have them, once.
-        data: a DataLoader, any iterable of batches, or one batch (a dict or a tensor; of a tuple each is a batch). One that is a dict is passed
-            as keywords, of one that is a tuple or list the first element; batches are moved to the model's device. Or a
-            Hugging Face data set with the column ``input_ids``, whose sequences are put together by length, so that
-            little is padded.
+        data: a DataLoader, any iterable of batches, or one batch, a dict or a tensor (of a tuple each is a batch). A
+            dict is passed as keywords, of a batch that is a tuple or list the first element; batches are moved to the
+            model's device. Or a Hugging Face data set with the column ``input_ids``, whose sequences are put together
+            by length, so that little is padded.
         patterns: as ``capture`` takes them. Forward values only: the model stops at the last one, without gradients.
         out: a new folder, or that of the same harvest, which is completed; or a place in an object store: a URL such
             as ``s3://bucket/acts``, or a store of ``obstore`` (extra ``objects``).
