@@ -691,3 +691,35 @@ def test_a_tolerance_that_is_given_is_meant_of_small_gradients_too():
     found = gaff.diff(*traces, tolerance=0.01)
     assert found.first.site.startswith("first"), found
     assert found.first.delta == pytest.approx(0.1 / 1.1, rel=0.2)
+
+
+def test_rounding_adds_up_from_the_first_bits_that_differ_on():
+    """However deep the model is: what came before, and is the same, has no part in it."""
+    torch.manual_seed(0)
+    one = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(60)]).bfloat16()
+    other = copy.deepcopy(one)
+    x = torch.randn(4, 32).bfloat16()
+    with torch.no_grad():
+        other[55][0].weight.mul_(1.15)
+    found = gaff.diff(gaff.trace(one, x), gaff.trace(other, x))
+    assert found
+    assert found.rows[next(at for at, row in enumerate(found.rows) if row.state == "parted")].site == "55.0"
+    assert not gaff.diff(gaff.trace(one, x), gaff.trace(copy.deepcopy(one).float(), x.float()))
+
+
+@pytest.mark.parametrize("between", [nn.Identity(), nn.Dropout(0.1)])
+@pytest.mark.parametrize("at", [1, 2, 6])
+def test_layers_behind_one_that_does_nothing_are_found_by_their_weights(between, at):
+    torch.manual_seed(0)
+    one = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.ReLU())], nn.Linear(8, 2)).eval()
+    other = nn.Sequential(*copy.deepcopy(one)[:at], between, *copy.deepcopy(one)[at:]).eval()
+    x = torch.randn(4, 8)
+    found = gaff.diff(gaff.trace(one, x), gaff.trace(other, x))
+    assert not found, found.verdict
+    assert found.verdict.startswith("the same in all of")
+    assert len(found.only_b) == 1
+    assert not found.only_a
+    with torch.no_grad():
+        other[-1].bias.add_(1.0)
+    found = gaff.diff(gaff.trace(one, x), gaff.trace(other, x))
+    assert "they differ first at 6" in found.verdict

@@ -38,27 +38,28 @@ def part_traces(
     compared where both traces have a backward pass.
     """
     pairing = _paired(a, b, renamed)
-    pairs, rows = _forwards(a, b, pairing, tolerance)
+    pairs, rows, drifted = _forwards(a, b, pairing, tolerance)
     pairing.pairs = sorted(pairs)
     left_a, left_b = pairing.left()
     compared = len(rows)
     if a.given.digest and b.given.digest:
         rows.insert(0, _input(a, b, tolerance))
-    forward = len(pairs)
     if a.has_backward and b.has_backward:
         least = _LEAST * _middle([row.grad_output for row in (*a.rows, *b.rows)])
         largest = 0.0  # of the gradients that came before: what cancels leaves the rounding of these
         reach: dict[str, tuple[float, float]] = {}  # by module: that, and the norm of the gradient that came to it
-        for order, pair in enumerate(reversed(pairs)):
+        for pair in reversed(pairs):
             one, other = a.rows[pair.a], b.rows[pair.b]
-            allowed = _allowed(tolerance, forward + order, one, other)
-            left = largest / math.sqrt(forward + order + 1)
+            allowed = _allowed(tolerance, drifted, one, other)
+            left = largest / math.sqrt(drifted + 1)
             sites, gradients = (one.site, other.site), (one.grad_output, other.grad_output)
-            rows += _backward(sites, gradients, "backward", pair.how, allowed, max(least, left))
+            found = _backward(sites, gradients, "backward", pair.how, allowed, max(least, left))
+            drifted += any(row.state != "same" for row in found)
+            rows += found
             came = _middle(gradients)
             largest = max(largest, came) if tolerance is None else 0.0  # who gives one means it of each value
             reach[parse_site(one.site).path] = largest, came
-        rows += _parameters(a, b, pairing, tolerance, 2 * forward, reach)
+        rows += _parameters(a, b, pairing, tolerance, drifted, reach)
     notes = [*_remarks(a, b, pairs, rows), *_weights(a, b, pairing), *_between(a, b, pairs, rows)]
     if compared < len(pairs):
         notes.append(f"{len(pairs) - compared} calls returned nothing that can be compared: no real elements")
@@ -67,7 +68,7 @@ def part_traces(
     others = [pair.how for pair in pairs if pair.how != "address"]
     if others:
         ways = ", ".join(f"{others.count(how)} by {how}" for how in dict.fromkeys(others))
-        notes.append(f"{len(others)} of {len(pairs)} calls have no namesake: {ways}")
+        notes.append(f"{len(others)} of {len(pairs)} calls are matched by other than their address: {ways}")
     only_a, only_b = tuple(a.rows[at].site for at in left_a), tuple(b.rows[at].site for at in left_b)
     return Difference(*names, tuple(rows), only_a, only_b, tuple(notes))
 
@@ -75,15 +76,21 @@ def part_traces(
 def _paired(a: Trace, b: Trace, renamed: Mapping[str, str]) -> Pairing[CallRow]:
     """Which calls are the same thing: by address, by weights, by what they return, then by order and shapes.
 
-    The last are guesses, between two calls that are known to be the same; what has calls inside is none that has none.
+    Where something was put in between, so that layers are called what others are called in the other model, addresses
+    come after weights and what is returned. The last are guesses, between two calls that are known to be the same; what has calls inside is none that has none.
     """
     pairing = Pairing(a.rows, b.rows)
     paths = {row.path for row in a.rows}, {row.path for row in b.rows}
     if renamed:
         pairing.by_name(lambda row: row.site, renaming(renamed, paths))
-    pairing.by_name(lambda row: row.site)
-    pairing.by_likeness("weights", *(_weights_of_calls(trace) for trace in (a, b)))
+    weights = [_weights_of_calls(trace) for trace in (a, b)]
+    is_shifted = _is_shifted(a, b, weights)
+    if not is_shifted:
+        pairing.by_name(lambda row: row.site)
+    pairing.by_likeness("weights", *weights)
     pairing.by_likeness("what they return", *_returned(pairing))
+    if is_shifted:
+        pairing.by_name(lambda row: row.site)
     leaves = [_has_no_calls(trace) for trace in (a, b)]
     shapes = [
         [(row.output, is_leaf) for row, is_leaf in zip(trace.rows, known, strict=True)]
@@ -107,6 +114,19 @@ def _weights_of_calls(trace: Trace) -> list[Hashable]:
     count = Counter(own.values())  # layers that are as new, such as norms, are alike
     found = [own.get(row.path) if row.parameters else None for row in trace.rows]
     return [one if one is not None and count[one] == 1 else None for one in found]
+
+
+def _is_shifted(a: Trace, b: Trace, weights: Sequence[Sequence[Hashable]]) -> bool:
+    """Whether a layer of A is found in B by its weights under another address, where its namesake is another layer."""
+    known = [
+        {key: row.site for row, key in zip(trace.rows, keys, strict=True) if key is not None}
+        for trace, keys in zip((a, b), weights, strict=True)
+    ]
+    namesakes = {row.site: key for row, key in zip(b.rows, weights[1], strict=True)}
+    return any(
+        key in known[1] and known[1][key] != site and site in namesakes and namesakes[site] != key
+        for key, site in known[0].items()
+    )
 
 
 def _owner(row: ParameterRow) -> str:
@@ -147,21 +167,23 @@ def _has_no_calls(trace: Trace) -> list[bool]:
 
 def _forwards(
     a: Trace, b: Trace, pairing: Pairing[CallRow], tolerance: float | None
-) -> tuple[list[Pair], list[DiffRow]]:
-    """The pairs in the order in which values were made, and a row for each that can be compared.
+) -> tuple[list[Pair], list[DiffRow], int]:
+    """The pairs in the order in which values were made, a row for each that can be compared, and how many differ.
 
     Guesses that part are left out where the whole models, or what they return, agree: such a pair is none.
     """
     made = _made(a)
-    told = []
-    for order, pair in enumerate(sorted(pairing.pairs, key=lambda pair: made[pair.a])):
+    told, drifted = [], 0
+    for pair in sorted(pairing.pairs, key=lambda pair: made[pair.a]):
         one, other = a.rows[pair.a], b.rows[pair.b]
-        told.append((pair, _forward(one, other, pair.how, _allowed(tolerance, order, one, other))))
+        rows = _forward(one, other, pair.how, _allowed(tolerance, drifted, one, other))
+        drifted += any(row.state != "same" for row in rows)
+        told.append((pair, rows))
     is_same = bool(told and told[-1][1]) and all(row.state != "parted" for row in told[-1][1])
     if is_same and told[-1][0].how not in _GUESSED:
         told = [(pair, rows) for pair, rows in told
                 if pair.how not in _GUESSED or all(row.state != "parted" for row in rows)]  # fmt: skip
-    return [pair for pair, _ in told], [row for _, rows in told for row in rows]
+    return [pair for pair, _ in told], [row for _, rows in told for row in rows], drifted
 
 
 def _between(a: Trace, b: Trace, pairs: Sequence[Pair], rows: Sequence[DiffRow]) -> list[str]:
@@ -248,11 +270,12 @@ def _middle(gradients: Sequence[Gradient | None]) -> float:
     return norms[len(norms) // 2] if norms else 0.0
 
 
-def _allowed(tolerance: float | None, order: int, *rows: CallRow | ParameterRow) -> float:
-    """The relative difference that rounding explains after ``order`` calls; ``tolerance`` itself where it is given.
+def _allowed(tolerance: float | None, drifted: int, *rows: CallRow | ParameterRow) -> float:
+    """The relative difference that rounding explains; ``tolerance`` itself where it is given.
 
-    Errors of rounding that are independent add up as a random walk, with the root of their number (Higham & Mary,
-    2019). The unit roundoff is that of the coarser type of the rows; eight roundings a call are chosen. Whole numbers
+    ``drifted``: calls before that differ already. Where all bits are the same so far there is one call's rounding to
+    explain, however deep the model is. Errors of rounding that are independent add up as a random walk, with the root
+    of their number (Higham & Mary, 2019). The unit roundoff is that of the coarser type of the rows; eight roundings a call are chosen. Whole numbers
     and truth values do not round.
     """
     if tolerance is not None:
@@ -260,7 +283,7 @@ def _allowed(tolerance: float | None, order: int, *rows: CallRow | ParameterRow)
     if rows and all(row.dtype.startswith(_WHOLE) for row in rows):
         return 0.0 if len({row.dtype for row in rows}) == 1 else _LITTLE
     coarsest = max((ROUNDOFF.get(row.dtype, 2.0**-24) for row in rows), default=2.0**-24)
-    return _OFTEN * coarsest * math.sqrt(order + 1)
+    return _OFTEN * coarsest * math.sqrt(drifted + 1)
 
 
 def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[DiffRow]:
@@ -407,12 +430,12 @@ def _parameters(
     b: Trace,
     calls: Pairing[CallRow],
     tolerance: float | None,
-    order: int,
+    drifted: int,
     reach: Mapping[str, tuple[float, float]],
 ) -> list[DiffRow]:
     """Rows for the gradients of parameters that are the same thing.
 
-    ``order``: how many calls came before, both ways, for the tolerance. ``reach``: by the path of a module the
+    ``drifted``: how many calls before differ, both ways, for the tolerance. ``reach``: by the path of a module the
     largest norm of the gradients before it, and that of the one that came to it: where that is no more than rounding,
     its parameters get no more, whatever they multiply it by.
     """
@@ -422,9 +445,9 @@ def _parameters(
     for pair in _paired_parameters(a, b, calls):
         one, other = a.parameters[pair.a], b.parameters[pair.b]
         sites = tuple(row.site.removesuffix(":param") + ":grad" for row in (one, other))
-        allowed = _allowed(tolerance, order, one, other)
+        allowed = _allowed(tolerance, drifted, one, other)
         largest, came = reach.get(parse_site(one.site).path.rpartition(".")[0], (whole, 0.0))
-        left = largest / math.sqrt(order + 1)
+        left = largest / math.sqrt(drifted + 1)
         left = max(least, left, _middle([one.grad, other.grad]) * left / came if came else 0.0)
         rows += _backward((sites[0], sites[1]), (one.grad, other.grad), "parameter", pair.how, allowed, left)
     return rows
