@@ -77,7 +77,8 @@ def _paired(a: Trace, b: Trace, renamed: Mapping[str, str]) -> Pairing[CallRow]:
     """Which calls are the same thing: by address, by weights, by what they return, then by order and shapes.
 
     Where something was put in between, so that layers are called what others are called in the other model, addresses
-    come after weights and what is returned. The last are guesses, between two calls that are known to be the same; what has calls inside is none that has none.
+    come after weights and what is returned. The last are guesses, between two calls that are known to be the same; what
+    has calls inside is none that has none.
     """
     pairing = Pairing(a.rows, b.rows)
     paths = {row.path for row in a.rows}, {row.path for row in b.rows}
@@ -275,8 +276,8 @@ def _allowed(tolerance: float | None, drifted: int, *rows: CallRow | ParameterRo
 
     ``drifted``: calls before that differ already. Where all bits are the same so far there is one call's rounding to
     explain, however deep the model is. Errors of rounding that are independent add up as a random walk, with the root
-    of their number (Higham & Mary, 2019). The unit roundoff is that of the coarser type of the rows; eight roundings a call are chosen. Whole numbers
-    and truth values do not round.
+    of their number (Higham & Mary, 2019). The unit roundoff is that of the coarser type of the rows; eight roundings a
+    call are chosen. Whole numbers and truth values do not round.
     """
     if tolerance is not None:
         return tolerance
