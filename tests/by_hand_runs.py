@@ -9,6 +9,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -283,4 +284,46 @@ def refusals(rank):
     found["clipped"] = told(lambda: gaff.clip_gradients(optimizer, norm=0.1))
     parallel = parallelize_module(copy.deepcopy(plain), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     found["skip"] = told(lambda: gaff.edit(parallel, {"0": edits.skip(torch.ones(2, 4))}).attach())
+    return found
+
+
+class Region(nn.Module):
+    """A checkpoint around a function that uses a weight by itself, beside the module that owns it."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        if self.use_reentrant is None:
+            return self.body(x)
+        return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=self.use_reentrant)
+
+    def body(self, x):
+        return F.linear(self.a(F.linear(x, self.a.weight).tanh()).tanh(), self.a.weight)
+
+
+def recomputed_regions(rank, kind):
+    """By kind of checkpoint: whether gradients of an edited weight are those of one process without a checkpoint."""
+    found = {}
+    for use_reentrant in (False, True):
+        both = []
+        for region in (None, use_reentrant):
+            torch.manual_seed(0)
+            model, x = Region(region), torch.randn(3, 4).requires_grad_()
+            if region is not None and kind == "fsdp2":
+                fully_shard(model)
+            if region is not None and kind == "tp":
+                mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+                for name, one in list(model.a.named_parameters()):
+                    model.a.register_parameter(name, nn.Parameter(distribute_tensor(one.detach(), mesh, [Shard(0)])))
+                given = distribute_tensor(x.detach(), mesh, [Replicate()]).requires_grad_()
+            else:
+                given = x
+            with gaff.edit(model, {"a.weight:param": edits.scale(2.0)}):
+                model(given).square().sum().backward()
+            grads = [given.grad, model.a.weight.grad]
+            both.append([one.full_tensor() if isinstance(one, DTensor) else one for one in grads])
+        found[use_reentrant] = all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*both, strict=True))
     return found

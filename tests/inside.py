@@ -24,7 +24,11 @@ HANDLED = (
     "Dynamo follows the model's handler: an edit that fails is told at closing, or by a warning; values are told later"
 )
 ANEW = "compiled code gives the module a container of its own"
+NO_COPY = "torch makes such a module's class anew for each"
+NO_NUMBERS = "there is nothing to spread on the meta device"
 COMPILED = {
+    "test_graphs_of_functorch_are_refused": "torch tells errors while tracing",
+    "test_a_function_mode_of_the_program_sees_and_changes_what_the_program_does": "torch compiles no function mode of others",
     "test_a_closed_session_leaves_no_hook_and_no_attribute": "compiling leaves an attribute of torch's own",
     "test_reading_a_changed_argument_is_refused_and_clone_helps": "what graphs tell is copied at once",
     "test_a_bare_forward_after_the_session_stays_bare_while_the_first_loss_is_alive": IN_GRAPH,
@@ -123,6 +127,11 @@ SPREAD = {
 
 UNITS = "gaff.take gives with gradients what a unit of FSDP2 returns"
 SHARDED = {
+    "test_a_checkpointed_function_is_recomputed_with_what_stood_in": PARTS,
+    "test_code_that_changes_while_something_stands_as_forward_runs[recompiled": NO_COPY,
+    "test_shares_on_a_device_without_autocast": NO_NUMBERS,
+    "test_a_function_mode_of_the_program_sees_and_changes_what_the_program_does": "the mode sees what FSDP2 does, too",
+    "test_graphs_of_functorch_are_refused": "torch makes no such graph of what is sharded",
     **SPREAD,
     "test_no_cycle_holds_the_values": UNITS,
     "test_a_capture_or_a_feature_that_fails_inside_is_told": UNITS,
@@ -190,6 +199,9 @@ FROZEN = "DistributedDataParallel takes no model without a parameter that is tra
 UNUSED = "DistributedDataParallel refuses parameters that get no gradient"
 
 REPLICATED = {
+    "test_a_checkpointed_function_is_recomputed_with_what_stood_in": "DistributedDataParallel wants a pass for each run",
+    "test_code_that_changes_while_something_stands_as_forward_runs[recompiled": NO_COPY,
+    "test_shares_on_a_device_without_autocast": NO_NUMBERS,
     "test_a_gradient_of_no_run_is_told_as_one_however_many_there_were[an earlier forward": "the session replicates it",
     **SPREAD,
     "test_a_trainable_edit_trains_through_a_checkpoint": FROZEN,

@@ -61,3 +61,8 @@ def test_what_has_no_answer_is_refused_on_every_rank():
     assert "over tensor parallelism" in both[0]["localized"]
     assert "over tensor parallelism" in both[0]["clipped"]
     assert "skip with a value" in both[0]["skip"]
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "tp"])
+def test_an_edited_weight_stands_in_for_what_a_checkpoint_recomputes(kind):
+    assert of_ranks(by_hand_runs.recomputed_regions, 2, kind) == [{False: True, True: True}] * 2

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.resolve import Found
-from gaff.compat import autograd, checkpoints, modes
+from gaff.compat import autograd, checkpoints, distributed, modes
 from gaff.engine.clock import Frame, Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.node import Node
@@ -41,7 +41,7 @@ class Swap:
     def __init__(
         self, found: Found, stream: EditStream, owners: Sequence[nn.Module], *, is_sharded: bool = False
     ) -> None:
-        self.is_sharded = is_sharded  # FSDP2 puts the gathered parameter in place at each call of its unit
+        self._is_sharded = is_sharded  # FSDP2 puts the gathered parameter in place at each call of its unit
         self._called: set[Run] = set()  # in which the unit of FSDP2 was called
         self._found = found
         self._stream = stream
@@ -57,7 +57,7 @@ class Swap:
         """
         self.restore()
         crossing = self.crossings[run] = Crossing(run, 0, memo={})  # the decision is kept, checkpoint or not
-        if not self.is_sharded:
+        if not self._is_sharded:
             self._stand_in(crossing)
 
     def begin_unit(self, run: Run) -> None:
@@ -116,8 +116,12 @@ class Swap:
     def repeated(self, crossing: Crossing) -> Iterator[None]:
         """A checkpoint recomputes a region of the run of ``crossing``: its value stands in, from the first use on.
 
-        Whatever uses it: also code that calls no module around the parameter, so that ``again`` does not come.
+        Whatever uses it: also code that calls no module around the parameter, so that ``again`` does not come. But
+        where FSDP2 has not gathered it: the region calls its unit, then.
         """
+        if self._is_sharded and distributed.is_spread(self._found.tensor):
+            yield
+            return
         standing, key = Standing.of(self._found.tensor, self._owners), object()
         made: list[Tensor] = []
 
@@ -188,9 +192,8 @@ class ParameterEdits(list[Swap]):
             self.restore()
             raise
         self._follow_no_more()
-        decided = [(swap, swap.crossings[run]) for swap in self if not swap.is_sharded]
-        if decided:
-            self._unfollow = checkpoints.follow_regions(partial(_repeating, decided))
+        decided = [(swap, swap.crossings[run]) for swap in self]
+        self._unfollow = checkpoints.follow_regions(partial(_repeating, decided))
 
     def _follow_no_more(self) -> None:
         if self._unfollow is not None:
