@@ -53,6 +53,13 @@ def test_a_rise_is_told_from_the_step_at_which_the_loss_was_lowest():
     assert curve(noisy).rise() is None
 
 
+@pytest.mark.parametrize(("first", "is_jump"), [(2.3, True), (6.0, True), (2e4, False)])
+def test_a_cross_entropy_that_was_far_too_large_at_first_has_not_jumped(first, is_jump):
+    """Where it doubles then, the first weights or inputs were too large, and not the steps."""
+    losses = curve([first, 4 * first, *[first / (1 + step) for step in range(150)]])
+    assert (RunCase((), 152, 152, {"loss": losses}, guess={"loss": 2.303}).jump is not None) is is_jump
+
+
 @pytest.mark.parametrize(
     ("case", "state", "words"),
     [

@@ -158,8 +158,9 @@ class RunCase:
 
         None where that is not ten times the first value, or the first is not positive, or the peak is below half of
         what guessing gives. Of a cross entropy it is enough that it is twice the first value, and above twice of what
-        guessing gives, plus 1: so wrong is only who is sure. Nor where single values are about as high to the end, of
-        a loss that differs from batch to batch by a third of it, and ends no higher than it began.
+        guessing gives, plus 1, which only a model that is sure reaches; not where it began at ten times of that. Nor
+        where single values are about as high to the end, of a loss that differs from batch to batch by a third of it,
+        and ends no higher than it began.
         """
         if self.optimizers != 1 or len(self.losses) != 1 or self.loss is None or self.is_acting:
             return None
@@ -171,6 +172,6 @@ class RunCase:
         guess = self.guess.get(name, math.inf)
         is_known = 0 < guess < math.inf  # far below guessing nothing is lost yet
         is_far = (0 < 10 * curve.start < peak and (not is_known or peak > 0.5 * guess)) or (
-            is_known and peak > 2 * guess + 1 and peak > 2 * curve.start > 0
+            is_known and peak > 2 * guess + 1 and peak > 2 * curve.start > 0 and curve.start < 10 * guess
         )
         return (step, peak, curve.start) if is_far else None
