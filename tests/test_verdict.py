@@ -61,6 +61,16 @@ def test_a_cross_entropy_that_was_far_too_large_at_first_has_not_jumped(first, i
 
 
 @pytest.mark.parametrize(
+    ("steps", "to", "state"), [(40, 2.35, "not enough"), (40, 1.9, "healthy"), (150, 2.35, "suspicious")]
+)
+def test_a_short_run_whose_loss_stays_where_guessing_is_is_not_called_healthy(steps, to, state):
+    losses = curve([2.31 + (to - 2.31) * step / steps for step in range(steps)])
+    verdict = judge(RunCase((), steps, steps, {"loss": losses}, guess={"loss": 2.303}))
+    assert verdict.state == state
+    assert ("too few to tell whether anything is learned" in verdict.cause) is (state == "not enough")
+
+
+@pytest.mark.parametrize(
     ("case", "state", "words"),
     [
         (RunCase((), 0, 0), "not enough", "no step of a torch.optim.Optimizer was seen"),
@@ -128,7 +138,7 @@ def test_a_classifier_at_the_level_of_guessing():
     verdict = judge(RunCase((), 150, 40, {"loss": loss}, guess={"loss": 2.3026}))
     assert (verdict.state, verdict.name) == ("suspicious", "labels_do_not_belong")
     assert "guessing gives 2.303" in verdict.evidence[0]
-    assert judge(RunCase((), 60, 40, {"loss": loss}, guess={"loss": 2.3026})).state == "healthy"
+    assert judge(RunCase((), 60, 40, {"loss": loss}, guess={"loss": 2.3026})).state == "not enough"
 
 
 def test_a_watched_run_has_a_verdict(tmp_path):

@@ -18,6 +18,8 @@ STATES = ("failed", "wrong", "suspicious", "not enough", "healthy")  # worst fir
 _LEAST_STEPS = 20
 LEAST_LOOKS = 5
 _NO_FALL = 1.5  # times the first stretch of a loss that ends there; chosen
+_FEW_STEPS = 100  # in which a loss may stay where it began; chosen
+_STILL = 0.95  # of the first stretch, and of guessing, of a loss that has stayed there; chosen
 _NEAR_GUESSING = 0.8  # of that loss: what ends above it has learned little
 
 
@@ -105,7 +107,19 @@ def _missing(case: RunCase) -> str:
         more = "let it run for longer, or look more often (every=, --every)"
         seen = f"only {case.looks} of {case.steps} steps were looked at, which is too few to judge"
         return f"{seen}: expected {LEAST_LOOKS} or more; {more}"
-    return ""
+    return _untold(case) if case.steps < _FEW_STEPS and len(case.losses) == 1 and not case.is_range_test else ""
+
+
+def _untold(case: RunCase) -> str:
+    """Of a short run whose only loss ends where guessing is, that nothing tells whether it learns; else empty."""
+    name, curve = case.loss or ("", None)
+    guess = case.guess.get(name, 0.0)
+    if curve is None or case.successors or not curve.last > _STILL * max(guess, curve.first) >= _STILL * guess > 0:
+        return ""
+    return (
+        f"{case.steps} steps are too few to tell whether anything is learned: the loss {name!r} went from about "
+        f"{curve.first:.4g} to {curve.last:.4g}, where guessing comes to {guess:.4g}"
+    )
 
 
 def _judged(case: RunCase) -> str:
