@@ -416,3 +416,39 @@ def test_one_site_of_two_names_is_read_by_both(tmp_path):
     with gaff.capture(model, "model.layers.0:input", "names:resid_pre.1") as got:
         model(ids)
     assert torch.equal(got.stack("names:resid_pre.*"), torch.stack(states[:2]))
+
+
+def test_what_an_mlp_as_a_whole_returns_is_not_what_its_first_layer_does():
+    """A block by hand whose MLP is called as another family calls its first layer."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ln1, self.ln2 = nn.LayerNorm(8), nn.LayerNorm(8)
+            self.attn = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("q_proj", "k_proj", "v_proj", "o_proj")})
+            self.ffn = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+        def forward(self, x):
+            h = self.ln1(x)
+            x = x + self.attn["o_proj"](self.attn["q_proj"](h) * self.attn["k_proj"](h) + self.attn["v_proj"](h))
+            return x + self.ffn(self.ln2(x))
+
+    names = gaff.sites(nn.Sequential(Block(), Block()), torch.randn(2, 3, 8), names=True)
+    assert names["mlp.out.0"] == "0.ffn"
+    assert "mlp.pre.0" not in {row.name for row in names.rows}
+
+
+def test_an_mlp_with_a_router_beside_it_hands_out_one_tensor():
+    config = transformers.GptOssConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=99,
+        intermediate_size=48, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2,
+    )  # fmt: skip
+    model = transformers.GptOssForCausalLM(config).eval()
+    with gaff.capture(model, "names:mlp.out.*", "names:resid_mid.*", "names:resid_post.*") as got:
+        model(tokens())
+    for number in (0, 1):
+        added = got[f"names:resid_mid.{number}"] + got[f"names:mlp.out.{number}"]
+        torch.testing.assert_close(added, got[f"names:resid_post.{number}"])
+    with gaff.edit(model, {"names:mlp.out.0": edits.zero()}) as changed:
+        model(tokens())
+    assert changed.receipt.rows[0].hits == 1

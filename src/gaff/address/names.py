@@ -83,7 +83,8 @@ def named_by(modules: Modules, pattern: Pattern, *, is_edit: bool = False) -> di
     known, text = standard_names(modules), ".".join(map(str, pattern.names))
     fitting = {name: site for name, site in known.items() if pattern.matches(name)}
     if not fitting:
-        near = ", ".join(nearest(text, list(known))) or "none: no blocks with attention and an MLP were recognised"
+        near = ", ".join(nearest(text, list(known)) or [*known][:4])
+        near = near or "none: no blocks with attention and an MLP were recognised"
         raise SiteError(f"{pattern}: {type(modules['']).__name__} has no such name{_joined(modules, text, known)}; "
                         f"nearest: {near}; gaff.sites(model, names=True) lists them")  # fmt: skip
     refused = looked_at(modules[""]).refused
@@ -229,7 +230,8 @@ def _role(modules: Modules, place: str, role: str, inside: str = "") -> str:
     own = _data()["families"].get(type(modules[place]).__name__, {})
     for path in own.get(role, _data()[role]):
         full = _join(inside, path)
-        if _join(place, full) in modules:
+        found = modules.get(_join(place, full))
+        if found is not None and not (role == "up" and found._modules):  # one layer, and not the whole MLP by that name
             return full
     return ""
 
@@ -308,6 +310,8 @@ def _block(modules: Modules, path: str) -> Block:
         told["resid_post"] = find("norm after mlp"), "output"
     sites = {name: Site(_join(path, inner) if inner else path, port=port)
              for name, (inner, port) in told.items() if inner or name == "resid_pre"}  # fmt: skip
+    if "mlp.out" in sites and type(modules[sites["mlp.out"].path]).__name__ in _data()["with router"]:
+        sites["mlp.out"] = replace(sites["mlp.out"], key=(0,))  # beside the scores of its router
     weights = _weights(modules, _join(path, attention))
     return Block(path, order, _after(sites, "attn.v", {"attn.pattern": weights}))
 
