@@ -14,7 +14,7 @@ import house_picture
 
 HOOK_CALLS = re.compile(
     r"register_(forward|full_backward|backward|module|optimizer_step|multi_grad)\w*hook|\.register_(pre)?hook\(|"
-    r"TorchFunctionMode|TorchDispatchMode|set_stance"
+    r"TorchFunctionMode\b|TorchDispatchMode\b|set_stance"
 )
 FILES = house.files()
 

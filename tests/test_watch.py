@@ -961,3 +961,18 @@ def test_the_norm_of_gradients_of_which_some_are_nan_is_no_finite_number(tmp_pat
             optimizer.step()
     norms = gaff.load(tmp_path / "run").scalar("grad_norm").values
     assert [math.isfinite(one) for one in norms] == [True] * 5 + [False]
+
+
+def test_a_finding_is_looked_into_by_the_number_that_it_goes_by(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    nn.init.constant_(model[0].bias, -50.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "a", every=1, tell=lambda _: None):
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.randn(64, 8)).square().mean().backward()
+            optimizer.step()
+    finding = next(one for one in gaff.load(tmp_path / "a").findings if one.rule == "dead_units")
+    assert finding.look.endswith(".series('1', 'dead')")
+    assert eval(finding.look).values[-1] == 1.0

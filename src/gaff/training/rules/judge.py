@@ -20,6 +20,13 @@ from gaff.training.rules.registry import LEAST_TARGETS, Activity, Hit, Past, Rul
 _FIRST = 5  # looks whose losses are kept as the beginning
 _RECENT = 10
 _LOADS = 16
+# By rule the number of its site that it goes by; the rms of others tells most.
+_TOLD = {
+    "dead_units": "dead",
+    "update_large": "update_ratio",
+    "update_small": "update_ratio",
+    "sparse_gradient": "zeros",
+}
 _NORMS = 32
 _MOST_SITES = 40  # of one finding
 _PATIENCE = 3  # looks that a finding must stand before anybody is alarmed: what explains it may come later
@@ -267,5 +274,5 @@ class Judge:
         if not path:
             return finding
         is_known = (finding.model, finding.site) in self._order
-        what = f"series({finding.site!r}, 'rms')" if is_known else "scalar('loss')"
+        what = f"series({finding.site!r}, {_TOLD.get(finding.rule, 'rms')!r})" if is_known else "scalar('loss')"
         return replace(finding, look=f"gaff.load({path!r}).{what}")
