@@ -271,7 +271,8 @@ def test_a_learning_rate_a_little_higher_parts_there_though_it_is_less_than_nois
     found = gaff.diff(train(tmp_path / "a", lr=0.01), train(tmp_path / "b", lr=0.01001))
     assert (found.first.phase, found.first.step, found.first.site.split(":")[-1]) == ("parameter", 0, "update")
     assert "is rounding or noise" in found.verdict
-    assert found.notes[0].startswith("the first number that differs at all is")
+    assert found.notes[0] == "other settings: optimizer, lr is 0.01 in A and 0.01001 in B"
+    assert found.notes[1].startswith("the first number that differs at all is")
     forgiven = gaff.diff(tmp_path / "a", tmp_path / "b", tolerance=1e9)
     assert not forgiven
     assert "equal within the tolerance of 1e+09" in forgiven.verdict

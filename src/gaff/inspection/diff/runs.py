@@ -17,6 +17,7 @@ from gaff.inspection.diff.pairs import Pairing
 from gaff.record.cube import Cube, read_cubes
 from gaff.record.run import Record
 from gaff.record.sample import port_of
+from gaff.record.summary import summary_of
 
 _EVERY = 1 << 30  # columns: no bucket holds more than one look
 _ODD = ("nan", "positive_inf", "negative_inf")
@@ -65,7 +66,7 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
     types = _types(a), _types(b)
     rounding = max([_ROUNDING, *(_COARSE * ROUNDOFF.get(one, 0.0) for one in types[0] | types[1])])
     rows = _batches(a, b, types, (lines_a, lines_b)) + _losses(a, b, tolerance, rounding)
-    notes = []
+    notes: list[str] = []
     least = _least([*lines_a, *lines_b])
     looked = [_looked(record) for record in (a, b)]
     both = [(lines_a[pair.a], lines_b[pair.b]) for pair in pairs]
@@ -93,6 +94,7 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
     if len(notes) > 3:
         notes = [f"{len(notes)} sites were never looked at in the same step"]
     shared = len(looked[0] & looked[1])
+    notes[:0] = _settings(a, b)
     if a.steps != b.steps or looked[0] != looked[1]:
         notes.append(f"A made {a.steps} steps and B {b.steps}: the {shared} that were looked at in both were compared")
     if first is not None:
@@ -101,6 +103,15 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
         notes.append(f"the first that differs by more than rounding, though it may be less than noise, is {beyond}")
     only_a, only_b = tuple(lines_a[at].name for at in left_a), tuple(lines_b[at].name for at in left_b)
     return Difference(*names, tuple(rows), only_a, only_b, tuple(notes))
+
+
+def _settings(a: Record, b: Record) -> list[str]:
+    """A note about the settings in which the runs differ, four of them at most; the command is told by what it sets."""
+    one, other = (summary_of(record, record.ranks[0]).settings for record in (a, b))
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name) and name != "command"]
+    told = [f"{name} is {one.get(name, 'not there')} in A and {other.get(name, 'not there')} in B" for name in names]
+    more = [f"and {len(told) - 4} more"] if len(told) > 4 else []
+    return [f"other settings: {'; '.join([*told[:4], *more])}"] if told else []
 
 
 def _lines(record: Record) -> list[Line]:
