@@ -83,6 +83,8 @@ def test_names_with_any_character():
         ("fc9", gaff.SiteError, "no module 'fc9' in Net of 3 modules; nearest: fc1"),
         ("fc1.wight:grad", gaff.SiteError, "no parameter 'fc1.wight' in Net of 4 parameters; nearest: fc1.weight"),
         ("fc1:param", gaff.SiteError, "'fc1' is a module, not a parameter: it has fc1.weight:param, fc1.bias:param"),
+        ("fc1.output", gaff.SiteError, "what passes there is addressed with a colon, fc1:output"),
+        ("fc1.weight.grad", gaff.SiteError, "a gradient is addressed with a colon, fc1.weight:grad"),
         ("fc1.weight", gaff.SiteError, "it is a parameter; address it as fc1.weight:param or fc1.weight:grad"),
         ("**<Conv3d>", gaff.SiteError, "matches nothing in Net of 3 modules; classes here: Conv2d"),
         ("cnv*", gaff.SiteError, "pattern 'cnv\\*' matches nothing in Net of 3 modules; nearest: conv"),

@@ -427,6 +427,10 @@ def _iter_outputs(model: nn.Module) -> Iterator[Found]:
             yield Found(Site(path), module, chain)
 
 
+# By attributes that other tools give a module: the ports that these are here.
+_AS_ATTRIBUTES = {"output": "output", "input": "input", "inputs": "input", "grad": "grad_output"}
+
+
 def _no_module(model: nn.Module, site: Site) -> str:
     """The message for a path that is no module: it may be a parameter; else the nearest paths."""
     paths = [path for path, _, _ in iter_modules(model) if path]
@@ -434,6 +438,11 @@ def _no_module(model: nn.Module, site: Site) -> str:
     what = f"no module {site.path!r} in {type(model).__name__} of {len(paths)} modules"
     if site.path in states:
         return f"{what}: it is a parameter; address it as {site.path}:param or {site.path}:grad"
+    owner, _, last = site.path.rpartition(".")
+    if owner in states and last == "grad":
+        return f"{what}: a gradient is addressed with a colon, {owner}:grad"
+    if last in _AS_ATTRIBUTES and owner in paths:
+        return f"{what}: what passes there is addressed with a colon, {owner}:{_AS_ATTRIBUTES[last]}"
     if site.path in standard_names(by_path(model)):
         return f"{what}: it is one of its standard names; address it as names:{site.path}"
     graph = "; an exported graph knows only modules that ran operations" if hasattr(unwrap(model), "untold") else ""
