@@ -399,3 +399,11 @@ def test_transitions_that_are_never_taken_are_no_alarm():
     with torch.no_grad():
         model.moves[0, 0] = math.nan
     assert gaff.find_nonfinite(step, model=model).site == "moves:param"
+
+
+def test_what_is_found_at_the_end_of_the_block_has_a_line_of_the_user():
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).eval()
+    model[1].running_var[2] = -1.0
+    with pytest.raises(gaff.NonFiniteError, match=r"NaN made by 1/batch_norm#0, test_guard\.py:\d+"):
+        with gaff.guard(model):
+            model(torch.randn(8, 4)).sum().backward()

@@ -6,6 +6,7 @@ the backward pass. The functions name places as the user knows them.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -175,12 +176,12 @@ def own_path(path: str) -> str:
 def users_place(frame: FrameType) -> tuple[str, int]:
     """The line of the user's code: where a layer of torch runs the op, the line that calls the layer.
 
-    Frames of torch, of gaff and of the hooks of accelerate and diffusers are passed over; where there are no others it
-    is the line of the op itself.
+    Frames of torch, of gaff, of contextlib and of the hooks of accelerate and diffusers are passed over; where there
+    are no others it is the line of the op itself.
     """
     first = place_of(frame)
     for here in frames_from(frame):
         name = here.f_code.co_filename
-        if not name.startswith((_TORCH, FOLDER)) and not name.endswith(_WRAPPING):
+        if not name.startswith((_TORCH, FOLDER, contextlib.__file__)) and not name.endswith(_WRAPPING):
             return place_of(here)
     return first
