@@ -59,6 +59,26 @@ def test_every_output_against_every_target(tmp_path):
     assert all(not hasattr(getattr(F, name), "__wrapped__") for name in LOSSES if name != "cross_entropy")
 
 
+BY_HAND = {
+    "rms": lambda away, y: away.square().mean().sqrt(),
+    "norm": lambda away, y: away.norm(),
+    "half": lambda away, y: (away**2 / 2).mean(),
+    "weighted": lambda away, y: (away**2 * (1 + y**2)).mean(),
+    "in parts": lambda away, y: (away / (y.abs() + 0.5)).abs().mean(),
+    "quantile": lambda away, y: torch.maximum(0.9 * away, -0.1 * away).mean(),
+    "log cosh": lambda away, y: away.cosh().log().mean(),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_every_output_against_every_target_in_losses_by_hand(name, tmp_path):
+    loss_of = BY_HAND[name]
+    told = regression(lambda model, x, y: loss_of(model(x) - y[:, 0], y[:, 0]), tmp_path / "bad")
+    assert (told.state, told.name) == ("wrong", "broadcast")
+    assert "outputs of shape [16, 1]" in told.cause
+    assert regression(lambda model, x, y: loss_of(model(x) - y, y), tmp_path / "good").state == "healthy"
+
+
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_one_target_for_all_is_no_fault(tmp_path):
     def loss_of(model, x, y):

@@ -31,6 +31,12 @@ _BY_HAND = (
     ("PowBackward", "AbsBackward", "MulBackward"),
     ("SubBackward", "RsubBackward"),
 )  # the nodes of a loss by hand, from its end
+_REDUCED = ("MeanBackward", "SumBackward", "LinalgVectorNormBackward", "NormBackward")
+_ONE_BY_ONE = (
+    "PowBackward", "AbsBackward", "MulBackward", "DivBackward", "SqrtBackward", "AddBackward", "NegBackward",
+    "SgnBackward", "LogBackward", "Log1PBackward", "ExpBackward", "CoshBackward", "SoftplusBackward", "MaximumBackward",
+    "MinimumBackward", "ClampBackward", "ClampMinBackward", "ClampMaxBackward", "WhereBackward",
+)  # functions of single elements, of which losses by hand are made  # fmt: skip
 _BOUNDS = {"ReluBackward": "relu", "SigmoidBackward": "sigmoid", "TanhBackward": "tanh"}
 _VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "TransposeBackward",
           "PermuteBackward", "UnsqueezeBackward", "ToCopyBackward", "CloneBackward", "IndexBackward", "SelectBackward",
@@ -232,13 +238,14 @@ def reaches(loss: Tensor, numbers: set[int]) -> bool:
 def _spread(chain: list[Any], names: list[str]) -> dict[str, Any] | None:
     """The shapes of what a difference was made of, and of the difference, where one broadcast both to a square.
 
-    Of a chain that is a mean or sum of squares or absolute values of that difference, and nothing else.
+    Of a chain that is one mean, sum or norm of the difference, with functions of single elements before and after.
     """
-    plain = [at for at, one in enumerate(names) if not _is_view(one)][:3]
-    told = [names[at] for at in plain]
-    if len(told) < 3 or any(one not in known for one, known in zip(told, _BY_HAND, strict=True)):
+    plain = [at for at, one in enumerate(names) if not _is_view(one)]
+    at = next((at for at in plain if names[at] not in (*_REDUCED, *_ONE_BY_ONE)), None)
+    is_reduced = at is not None and sum(one in _REDUCED for one in names[:at]) == 1
+    if at is None or not is_reduced or names[at] not in _BY_HAND[2]:
         return None
-    node = chain[plain[2]]
+    node = chain[at]
     made = tuple(node._input_metadata[0].shape)
     given = [tuple(one._input_metadata[at].shape) for one, at in node.next_functions if one is not None]
     is_square = len(made) == 2 and made[0] == made[1] > 1
