@@ -452,3 +452,23 @@ def test_an_mlp_with_a_router_beside_it_hands_out_one_tensor():
     with gaff.edit(model, {"names:mlp.out.0": edits.zero()}) as changed:
         model(tokens())
     assert changed.receipt.rows[0].hits == 1
+
+
+def test_cross_attention_in_blocks_that_normalise_what_they_have_added():
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=99,
+    )  # fmt: skip
+    model, ids = transformers.BartModel(config).eval(), tokens()
+    names = gaff.sites(model, names=True, input_ids=ids, decoder_input_ids=ids.flip(1))
+    held = {row.name: row.identity for row in names.rows}
+    assert held["decoder.cross.out.1"] == "resid_mid.1 = norm(resid_cross.1 + cross.out.1)"
+    assert held["decoder.resid_post.1"] == "resid_post.1 = norm(resid_mid.1 + mlp.out.1)"
+    wanted = [f"names:decoder.{one}.1" for one in ("resid_cross", "cross.out", "resid_mid", "mlp.out", "resid_post")]
+    with gaff.capture(model, *wanted) as got:
+        model(input_ids=ids, decoder_input_ids=ids.flip(1))
+    crossed, added, mid, out, post = (got[name] for name in wanted)
+    layer = model.decoder.layers[1]
+    torch.testing.assert_close(layer.encoder_attn_layer_norm(crossed + added), mid)
+    torch.testing.assert_close(layer.final_layer_norm(mid + out), post)

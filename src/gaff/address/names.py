@@ -11,7 +11,7 @@ there. Nothing runs: whether names tell the truth is asked, by identities, in ``
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -289,12 +289,9 @@ def _block(modules: Modules, path: str) -> Block:
         (find("norm of what attention adds") if order == "around" else scaled[0] or out),
         "output",
     )
-    cross = find("cross attention")
-    if cross and order == "before":
-        told["resid_cross"] = find("norm before cross attention"), "input"
-        told["cross.out"] = find("out", cross), "output"
+    told |= _crossed(find, order)
     if order == "after":
-        told["resid_mid"] = find("norm after attention"), "output"
+        told["resid_mid"] = find("norm after cross attention") or find("norm after attention"), "output"
     elif order == "around":
         told["resid_mid"] = (mid if mid.startswith("pre_") else find("mlp")), "input"
         told["ln2"] = (mid if mid.startswith("pre_") else ""), "output"
@@ -314,6 +311,19 @@ def _block(modules: Modules, path: str) -> Block:
         sites["mlp.out"] = replace(sites["mlp.out"], key=(0,))  # beside the scores of its router
     weights = _weights(modules, _join(path, attention))
     return Block(path, order, _after(sites, "attn.v", {"attn.pattern": weights}))
+
+
+def _crossed(find: Callable[..., str], order: Order) -> dict[str, tuple[str, str]]:
+    """The names around cross-attention, of a block that has it."""
+    cross, is_after = find("cross attention"), order == "after" and find("norm after cross attention")
+    if not cross or not (is_after or order == "before"):
+        return {}
+    norm = (
+        (find("norm before cross attention"), "input")
+        if order == "before"
+        else (find("norm after attention"), "output")
+    )
+    return {"resid_cross": norm, "cross.out": (find("out", cross) or find("out of cross attention"), "output")}
 
 
 def _after(sites: dict[str, Site], name: str, more: dict[str, Site]) -> dict[str, Site]:

@@ -368,6 +368,9 @@ def _sums(block: Block, number: int, have: Callable[..., bool]) -> Iterator[Sum]
         found = [Sum((main, short, post), post, (short, main), "relu")]
     elif block.order == "parallel":
         found = [Sum((attn, post), post, (pre, mlp, attn)), Sum((mlp, post), post, (pre, attn, mlp))]
+    elif block.order == "after" and have(crossed, cross):
+        found = [Sum((attn, crossed), crossed, (pre, attn), "norm"), Sum((cross, mid), mid, (crossed, cross), "norm")]
+        found.append(Sum((mlp, post), post, (mid, mlp), "norm"))
     elif block.order == "after":
         found = [Sum((attn, mid), mid, (pre, attn), "norm"), Sum((mlp, post), post, (mid, mlp), "norm")]
     elif have(crossed, cross):
