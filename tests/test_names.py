@@ -7,6 +7,7 @@ from torch import nn
 import gaff
 from gaff import edits
 from gaff.address.grammar import parse, parse_site
+from gaff.cli import main
 from gaff.errors import PlanError, SiteError
 
 transformers = pytest.importorskip("transformers")
@@ -472,3 +473,19 @@ def test_cross_attention_in_blocks_that_normalise_what_they_have_added():
     layer = model.decoder.layers[1]
     torch.testing.assert_close(layer.encoder_attn_layer_norm(crossed + added), mid)
     torch.testing.assert_close(layer.final_layer_norm(mid + out), post)
+
+
+def test_the_command_takes_one_standard_name_into_a_file(tmp_path, capsys):
+    script = tmp_path / "net.py"
+    script.write_text(
+        "import torch, transformers\n"
+        "torch.manual_seed(0)\n"
+        "config = transformers.LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4,\n"
+        "                                  intermediate_size=48, vocab_size=99)\n"
+        "model, ids = transformers.LlamaForCausalLM(config).eval(), torch.arange(7)[None]\n"
+    )
+    out = tmp_path / "f.safetensors"
+    assert main(["take", f"{script}:model", "names:resid_post.0", "--input", f"{script}:ids", "--out", str(out)]) == 0
+    assert "names:resid_post.0  1x7x32" in capsys.readouterr().out
+    known = gaff.load(out)
+    assert torch.equal(known["names:resid_post.0"], known["model.layers.1:input"])

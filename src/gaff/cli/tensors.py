@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gaff.address.grammar import parse_site
+from gaff.address.grammar import parse_single
 from gaff.address.nested import iter_tensors
 from gaff.cli.models import load_name
 from gaff.compat.extras import need
@@ -70,7 +70,7 @@ def tensors_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Every tensor in values by address, each under its own address."""
     tensors = {}
     for address, value in values.items():
-        site = parse_site(address)
+        site = parse_single(address)
         for key, tensor in iter_tensors(value):
             tensors[str(replace(site, key=(*site.key, *key))) if key else address] = tensor
     return tensors

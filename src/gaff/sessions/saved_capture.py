@@ -98,9 +98,15 @@ class SavedCapture(Captured):
 
 
 def write_values(path: str | PathLike[str], values: Mapping[str, Any], receipt: Receipt, model: str) -> None:
-    """Write values by address, such as features of one run, as a capture of that run. Raises as ``write`` does."""
-    moment = SavedMoment(0, 0)
-    streams = [SavedSite(parse_site(name), name, records=[(moment, 0, value)]) for name, value in values.items()]
+    """Write values by address, such as features of one run, as a capture of that run. Raises as ``write`` does.
+
+    The ``receipt`` of the run tells where a standard name lies.
+    """
+    moment, sites = SavedMoment(0, 0), {row.pattern: row.site for row in receipt.rows}
+    streams = [
+        SavedSite(parse_site(sites.get(name, name)), name, records=[(moment, 0, value)])
+        for name, value in values.items()
+    ]
     write(path, Reading({}, Streams(streams), lambda site: None, lambda wanted: [], 1), receipt, model, {})
 
 
