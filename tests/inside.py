@@ -127,6 +127,7 @@ SPREAD = {
 
 UNITS = "gaff.take gives with gradients what a unit of FSDP2 returns"
 SHARDED = {
+    "test_edits_of_several_sessions_stand_in_one_upon_the_other": PARTS,
     "test_a_checkpointed_function_is_recomputed_with_what_stood_in": PARTS,
     "test_code_that_changes_while_something_stands_as_forward_runs[recompiled": NO_COPY,
     "test_shares_on_a_device_without_autocast": NO_NUMBERS,
@@ -199,6 +200,7 @@ FROZEN = "DistributedDataParallel takes no model without a parameter that is tra
 UNUSED = "DistributedDataParallel refuses parameters that get no gradient"
 
 REPLICATED = {
+    "test_edits_of_several_sessions_stand_in_one_upon_the_other": "DistributedDataParallel wants every parameter used",
     "test_a_checkpointed_function_is_recomputed_with_what_stood_in": "DistributedDataParallel wants a pass for each run",
     "test_code_that_changes_while_something_stands_as_forward_runs[recompiled": NO_COPY,
     "test_shares_on_a_device_without_autocast": NO_NUMBERS,

@@ -328,3 +328,28 @@ def test_a_checkpointed_function_is_recomputed_with_what_stood_in(body, use_reen
     assert type(model.a.weight) is nn.Parameter
     assert checkpoints._CheckpointFrame.__init__ is begin
     assert checkpoints.CheckpointFunction.forward is forward
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_edits_of_several_sessions_stand_in_one_upon_the_other(body, use_reentrant):
+    model, truth = Region(body, use_reentrant), Region(body, None)
+    truth.load_state_dict(model.state_dict())
+    x, both = torch.randn(4, 3), []
+    for one in (model, truth):
+        given = x.clone().requires_grad_()
+        first = gaff.edit(one, {"a.weight:param": edits.scale(2.0)})
+        with first, gaff.edit(one, {"a.weight:param": edits.add(1.0), "a.bias:param": edits.scale(3.0)}):
+            one(given).square().sum().backward()
+        both.append([given.grad, *(each.grad for each in one.parameters() if each.grad is not None)])
+    for told, expected in zip(*both, strict=True):
+        torch.testing.assert_close(told, expected)
+    with torch.no_grad():
+        truth.a.weight.mul_(2.0).add_(1.0)
+        truth.a.bias.mul_(3.0)
+    truth.zero_grad()
+    given = x.clone().requires_grad_()
+    truth(given).square().sum().backward()
+    torch.testing.assert_close(both[0][0], given.grad)
+    torch.testing.assert_close(both[0][1], truth.a.weight.grad * 2.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class Swap:
         self._owners = owners
         self._standing: Standing | None = None  # while another stands in
         self._again: list[Crossing] = []  # of recomputations in progress
+        self._regions: list[tuple[Crossing, int]] = []  # that are recomputed, with their backward passes
         self.crossings: dict[Run, Crossing] = {}  # what was decided when a run in progress began
 
     def begin(self, run: Run) -> None:
@@ -113,13 +115,15 @@ class Swap:
         frame.at_leave[:0] = [lambda: standing.remove(key), self._again.pop]
 
     @contextmanager
-    def repeated(self, crossing: Crossing) -> Iterator[None]:
+    def repeated(self, crossing: Crossing, number: int) -> Iterator[None]:
         """A checkpoint recomputes a region of the run of ``crossing``: its value stands in, from the first use on.
 
         Whatever uses it: also code that calls no module around the parameter, so that ``again`` does not come. But
-        where FSDP2 has not gathered it: the region calls its unit, then.
+        where FSDP2 has not gathered it: the region calls its unit, then. ``number``: which sessions edited it before.
         """
-        if self._is_sharded and distributed.is_spread(self._found.tensor):
+        task = autograd.backward_task()
+        is_inside = (crossing, task) in self._regions  # of another that is recomputed now
+        if is_inside or (self._is_sharded and distributed.is_spread(self._found.tensor)):
             yield
             return
         standing, key = Standing.of(self._found.tensor, self._owners), object()
@@ -131,10 +135,12 @@ class Swap:
             self._again.append(crossing)
             return made[0]
 
-        standing.wait(key, make, autograd.backward_task())
+        standing.wait(key, make, task, number)
+        self._regions.append((crossing, task))
         try:
             yield
         finally:
+            self._regions.pop()
             standing.leave(key)
             if made:
                 self._again.pop()
@@ -193,7 +199,7 @@ class ParameterEdits(list[Swap]):
             raise
         self._follow_no_more()
         decided = [(swap, swap.crossings[run]) for swap in self]
-        self._unfollow = checkpoints.follow_regions(partial(_repeating, decided))
+        self._unfollow = checkpoints.follow_regions(partial(_repeating, decided, next(_NUMBERS)))
 
     def _follow_no_more(self) -> None:
         if self._unfollow is not None:
@@ -223,14 +229,19 @@ class ParameterEdits(list[Swap]):
             swap.restore()
 
 
-def _repeating(decided: list[tuple[Swap, Crossing]], recompute: Callable[..., Any]) -> Callable[..., Any]:
+_NUMBERS = count()  # of runs with edited parameters, over all sessions: a session makes its value of what others made
+
+
+def _repeating(decided: list[tuple[Swap, Crossing]], number: int, recompute: Callable[..., Any]) -> Callable[..., Any]:
     """What a checkpoint calls in the place of ``recompute``: the values that were ``decided`` in its run stand in."""
 
     def again(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as standing:
-            standing.callback(checkpoints.follow_regions(partial(_repeating, decided)))  # regions inside are made anew
+            standing.callback(
+                checkpoints.follow_regions(partial(_repeating, decided, number))
+            )  # regions inside are made anew
             for swap, crossing in decided:
-                standing.enter_context(swap.repeated(crossing))
+                standing.enter_context(swap.repeated(crossing, number))
             return recompute(*args, **kwargs)
 
     return again

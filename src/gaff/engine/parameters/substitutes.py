@@ -11,6 +11,7 @@ stands in, the parameter's class is one whose ``__torch_function__`` puts the su
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +40,15 @@ class _Row(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """What would stand in for a parameter once it is used: made by ``make``, for the recomputation ``task``."""
+    """What would stand in for a parameter once it is used: made by ``make``, for the recomputation ``task``.
+
+    ``number``: which of those for this task are made first; each is made of what the ones before have.
+    """
 
     key: object
     make: Callable[[], Tensor]
     task: int
+    number: int
 
 
 class Standing:
@@ -82,13 +87,14 @@ class Standing:
         """Whether what stands there now, or waits to, if anything, was put there for the recomputation ``task``."""
         return self._rows[-1].task == task if self._rows else not self._waiting
 
-    def wait(self, key: object, make: Callable[[], Tensor], task: int) -> None:
+    def wait(self, key: object, make: Callable[[], Tensor], task: int, number: int) -> None:
         """Let what ``make`` returns stand in from the first use of the parameter on, until ``leave(key)``.
 
-        For the recomputation ``task``, and there only where nothing stands in for the same one already. The parameter
-        itself is in its place while ``make`` runs. Of classes that cannot step aside it is made at once.
+        For the recomputation ``task``, and there only where nothing stands in for the same one already. In its place
+        while ``make`` runs is the parameter itself, or what those of lower ``number`` have made of it. Of classes that
+        cannot step aside it is made at once.
         """
-        self._waiting.append(_Wait(key, make, task))
+        self._waiting.append(_Wait(key, make, task, number))
         _BY_TENSOR[id(self.original)] = self
         if not _step_aside(self.original):
             self.used()
@@ -96,19 +102,19 @@ class Standing:
     def used(self) -> Tensor:
         """What a use of the parameter means: what stands in, which is made now if it waits for that."""
         waiting = self._waiting
-        if waiting and (not self._rows or self._rows[-1].task != waiting[-1].task):
-            key, make, task = waiting[-1]
-            self._waiting = []  # what is used meanwhile is the parameter itself
-            below = object()
+        if not waiting or (self._rows and self._rows[-1].task == waiting[-1].task):
+            return self.now
+        self._waiting, task, below = [], waiting[-1].task, object()  # what is used meanwhile is what stands there
+        try:
+            self.add(below, self.original, task)
             try:
-                self.add(below, self.original, task)
-                try:
-                    new = make()
-                finally:
-                    self.remove(below)
-                self.add(key, new, task)
+                for one in sorted(waiting, key=attrgetter("number")):
+                    if one.task == task:
+                        self.add(one.key, one.make(), task)
             finally:
-                self._waiting = waiting
+                self.remove(below)
+        finally:
+            self._waiting = waiting
         return self.now
 
     def leave(self, key: object) -> None:
