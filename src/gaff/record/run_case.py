@@ -158,7 +158,7 @@ class RunCase:
 
         None where that is not ten times the first value, or the first is not positive, or the peak is below half of
         what guessing gives. Of a cross entropy it is enough that it is twice the first value, and above twice of what
-        guessing gives, plus 1, which only a model that is sure reaches; not where it began at ten times of that. Nor
+        guessing gives, plus 1, which only a model that is sure reaches; not where the first is ten times guessing. Nor
         where single values are about as high to the end, of a loss that differs from batch to batch by a third of it,
         and ends no higher than it began.
         """

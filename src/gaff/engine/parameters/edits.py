@@ -237,9 +237,8 @@ def _repeating(decided: list[tuple[Swap, Crossing]], number: int, recompute: Cal
 
     def again(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as standing:
-            standing.callback(
-                checkpoints.follow_regions(partial(_repeating, decided, number))
-            )  # regions inside are made anew
+            inside = checkpoints.follow_regions(partial(_repeating, decided, number))  # regions that are made anew
+            standing.callback(inside)
             for swap, crossing in decided:
                 standing.enter_context(swap.repeated(crossing, number))
             return recompute(*args, **kwargs)
