@@ -44,20 +44,32 @@ class Block(nn.Module):
         return x + self.down(self.act(self.up(self.norm(x))))
 
 
+class Halved(torch.autograd.Function):
+    """An op that nothing shows, between one module's conversion from a DTensor and the next one's to it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x / 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2
+
+
 class Net(nn.Module):
     def __init__(self, fault):
         super().__init__()
         self.blocks = nn.Sequential(Block(""), Block(fault), Block(""))
-        self.head = nn.Linear(WIDTH, 3)
+        self.last, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
 
     def forward(self, x):
-        return self.head(self.blocks(x))
+        return self.head(self.last(Halved.apply(self.blocks(x))))
 
 
 def spread(model, kind):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -73,6 +85,9 @@ def spread(model, kind):
                     "down": RowwiseParallel(output_layouts=Shard(0))}  # fmt: skip
         for block in model.blocks:
             parallelize_module(block, mesh["tp"] if mesh else init_device_mesh("cpu", (2,)), plan)
+        if kind != "sequence":
+            last = {"last": ColwiseParallel(output_layouts=Replicate())}
+            parallelize_module(model, mesh["tp"] if mesh else init_device_mesh("cpu", (2,)), last)
     if kind in ("fsdp2", "2d"):
         for unit in (*model.blocks, model):
             fully_shard(unit, mesh=mesh["dp"] if mesh else init_device_mesh("cpu", (2,)))

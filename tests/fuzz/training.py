@@ -138,7 +138,7 @@ def check_training(program: Program, setting: Setting, rtol: float, tally: Tally
         there = trained(program, setting, lambda *_: nullcontext())
     except Exception:  # it cannot be trained in this way
         return
-    if not all(math.isclose(a, b, rel_tol=max(rtol, 1e-4), abs_tol=1e-7) for a, b in zip(alone, there, strict=True)):
+    if not all(math.isclose(a, b, rel_tol=max(rtol, 1e-8), abs_tol=1e-10) for a, b in zip(alone, there, strict=True)):
         return  # the setting itself trains otherwise, as where a list holds a weight that is sharded elsewhere
     expected, got = numbers(program, None), numbers(program, setting)
     tally.watched += 1

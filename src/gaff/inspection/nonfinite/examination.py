@@ -208,11 +208,11 @@ class Examination:
         """A module is called: what it is given belongs to the module around it, and is looked at."""
         if self._asleep:
             return
-        tensors = [tensor for _, tensor in iter_tensors(given)]
-        self._trail.nodes.follow(tensors, Ran(Site(self._now.inside[-1]), None, ()))
+        around = Ran(Site(self._now.inside[-1]), None, ())
         self._now.inside.append(path)
         for key, tensor in iter_tensors(given):
             self._look(tensor, Site(path, port="input", key=key))
+        self._trail.nodes.follow((tensor for _, tensor in iter_tensors(given)), around)
 
     def _returned(self, path: str) -> Callable[[Any, Any, int], None]:
         """The tap for when the module at ``path`` returns: it has passed on what is bad, but did not make it."""
