@@ -147,6 +147,22 @@ def test_another_precision_is_rounding_but_not_with_a_tolerance_of_nothing(dtype
     assert gaff.diff(a, b, tolerance=0.0)
 
 
+def test_modes_classes_and_settings_that_differ_are_told():
+    a = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.ReLU())
+    b = copy.deepcopy(a)
+    b[1], b[3] = nn.GELU("tanh"), nn.SiLU()
+    b[2].eps = 1e-3
+    b[3].eval()
+    x = torch.randn(3, 4)
+    notes = gaff.diff(gaff.trace(a, x), gaff.trace(b, x)).notes
+    assert "3 is in training mode in A and in eval mode in B" in notes
+    assert "3 is a ReLU in A and a SiLU in B" in notes
+    assert "1 is approximate='none' in A and approximate='tanh' in B, the first of 2 calls so" in notes
+    assert gaff.diff(gaff.trace(a, x), gaff.trace(copy.deepcopy(a), x)).notes == ()
+    whole = gaff.diff(gaff.trace(a, x), gaff.trace(copy.deepcopy(a).eval(), x)).notes
+    assert whole == ("0 is in training mode in A and in eval mode in B, the first of all calls so",)
+
+
 def test_a_layer_less_is_told():
     net, other = Net(), Net(3)
     other.blocks.load_state_dict({key: value for key, value in net.blocks.state_dict().items() if key[0] != "3"})

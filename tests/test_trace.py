@@ -55,6 +55,19 @@ def test_every_call_of_a_shared_module_is_a_row():
     assert len(gaff.trace(Tied(), torch.tensor([[1]])).parameters) == 1
 
 
+def test_frozen_parameters_and_the_mode_stand_in_the_first_line_and_tied_ones_in_a_note():
+    model = Tied().eval()
+    told = str(gaff.trace(model, torch.tensor([[1]])))
+    assert told.splitlines()[0].endswith("while watched, in eval mode")
+    assert "counts once in the total of parameters: embed.weight = head.weight" in told
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    mixed[0].requires_grad_(False).eval()
+    first = str(gaff.trace(mixed, torch.ones(1, 2))).splitlines()[0]
+    assert "15 parameters (6 frozen)" in first
+    assert first.endswith(", partly in eval mode")
+    assert "15 parameters (all frozen)" in str(gaff.trace(mixed.requires_grad_(False), torch.ones(1, 2)))
+
+
 class Partly(nn.Module):
     def __init__(self):
         super().__init__()

@@ -8,7 +8,7 @@ pass; no row holds one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -99,7 +99,7 @@ def trace_run(
         "has_backward": backward is not None,
         "has_flops": has_flops,
         "device": str(device),
-        "notes": (*session.notes, *_notes(counter), *written),
+        "notes": (*session.notes, *_notes(counter), *_tied(model), *written),
         "given": fingerprint_of(log.given),
         "tokens": tokens,
     }
@@ -227,6 +227,19 @@ def _iter_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
     return list(found.values())
 
 
+def _tied(model: nn.Module) -> Iterator[str]:
+    """A note on parameters of several names: in the column they stand at each module, in the total once."""
+    names: dict[int, list[str]] = {}
+    for path, module, _ in iter_modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(parameter), []).append(join(path, name))
+    tied = [" = ".join(known) for known in names.values() if len(known) > 1]
+    if tied:
+        more = f" and {len(tied) - 3} more" if len(tied) > 3 else ""
+        yield f"one parameter of several names counts once in the total of parameters: {', '.join(tied[:3])}{more}"
+
+
 def _run_backward(backward: Backward, output: Any) -> None:
     """Call the user's function on the output, and run backward from the loss that it returns.
 
@@ -324,7 +337,8 @@ def _row(call: CallNotes, module: nn.Module, count: int) -> CallRow:
 
     ``count``: calls of this site in the run; a site that was called once is told without the call.
     """
-    owned = [] if call.site.op is not None else list(module._parameters.values())
+    is_module = call.site.op is None
+    owned = list(module._parameters.values()) if is_module else []
     own = sum(parameter.numel() for parameter in owned if parameter is not None)
     site, returned = replace(call.site, call=call.call if count > 1 else None), call.returned
     return CallRow(
@@ -343,4 +357,6 @@ def _row(call: CallNotes, module: nn.Module, count: int) -> CallRow:
         grad_output=call.gradients.get("grad_output"),
         grad_input=call.gradients.get("grad_input"),
         fingerprint=fingerprint_of(returned.marks),
+        settings=module.extra_repr() if is_module and type(module).__module__.startswith("torch.nn.") else "",
+        training=module.training if is_module else None,
     )

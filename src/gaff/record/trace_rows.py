@@ -69,7 +69,8 @@ class CallRow:
     """One call of one module, or of an op, whose ``cls`` is its place in the code.
 
     Shapes are texts such as ``1x3x8x8``; ``dtype`` and ``statistics`` are those of the first output tensor,
-    ``fingerprint`` is that of all of them.
+    ``fingerprint`` is that of all of them. ``settings``: of a module of torch, as ``print`` tells them, such as
+    ``(16,), eps=1e-05``; ``training``: whether the module was in training mode, None for an op.
     """
 
     site: str
@@ -87,6 +88,8 @@ class CallRow:
     grad_output: Gradient | None = None
     grad_input: Gradient | None = None
     fingerprint: Fingerprint = Fingerprint()
+    settings: str = ""
+    training: bool | None = None
 
     @property
     def path(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from gaff.address.grammar import parse_site
@@ -17,6 +17,7 @@ from gaff.inspection.diff.difference import ROUNDOFF, Difference, DiffRow, shown
 from gaff.inspection.diff.pairs import Pair, Pairing, renaming
 from gaff.inspection.trace import Trace
 from gaff.record.trace_rows import CallRow, Fingerprint, Gradient, ParameterRow
+from gaff.views.trace_text import mode_text
 
 _OFTEN = 8.0  # roundings that an op may add up to: chosen, as in backward error bounds that hold in the mean
 _LITTLE = 2.0**-60  # a difference too small to be told
@@ -60,7 +61,12 @@ def part_traces(
             largest = max(largest, came) if tolerance is None else 0.0  # who gives one means it of each value
             reach[parse_site(one.site).path] = largest, came
         rows += _parameters(a, b, pairing, tolerance, drifted, reach)
-    notes = [*_remarks(a, b, pairs, rows), *_weights(a, b, pairing), *_between(a, b, pairs, rows)]
+    notes = [
+        *_settings(a, b, pairs),
+        *_remarks(a, b, pairs, rows),
+        *_weights(a, b, pairing),
+        *_between(a, b, pairs, rows),
+    ]
     if compared < len(pairs):
         notes.append(f"{len(pairs) - compared} calls returned nothing that can be compared: no real elements")
     if a.has_backward != b.has_backward:
@@ -216,6 +222,27 @@ def _weights(a: Trace, b: Trace, pairing: Pairing[CallRow]) -> list[str]:
     one, other = (parse_site(row.site).path for row in apart[0])
     where = one if one == other else f"{one} ({other} in B)"
     return [f"the values of {where} are not the same in both, the first of {len(apart)} of {len(known)} parameters"]
+
+
+def _settings(a: Trace, b: Trace, pairs: Sequence[Pair]) -> Iterator[str]:
+    """What was set otherwise in modules that were taken for the same: the mode, the class, the settings of a class.
+
+    Classes and settings are compared of modules without calls inside: of others the parts say what differs.
+    """
+    inner_a, inner_b = _has_no_calls(a), _has_no_calls(b)
+    both = [(a.rows[pair.a], b.rows[pair.b]) for pair in pairs]
+    both = [(one, other) for one, other in both if one.training is not None and other.training is not None]
+    leaves = [(a.rows[pair.a], b.rows[pair.b]) for pair in pairs if inner_a[pair.a] and inner_b[pair.b]]
+    leaves = [(one, other) for one, other in leaves if one.training is not None and other.training is not None]
+    modes = [(one.site, mode_text(one.training), mode_text(other.training)) for one, other in both]
+    classes = [(one.site, one.cls, other.cls) for one, other in leaves]
+    settings = [(one.site, one.settings, other.settings) for one, other in leaves if one.cls == other.cls]
+    for found, form in ((modes, "in {} mode"), (classes, "a {}"), (settings, "{}")):
+        odd = [(site, one, other) for site, one, other in found if one != other]
+        for site, one, other in odd[:1]:
+            count = "all" if len(odd) == len(found) > 1 else str(len(odd))
+            words = f"{form.format(one or 'plain')} in A and {form.format(other or 'plain')} in B"
+            yield f"{site} is {words}" + (f", the first of {count} calls so" if len(odd) > 1 else "")
 
 
 def _remarks(a: Trace, b: Trace, pairs: Sequence[Pair], rows: Sequence[DiffRow]) -> list[str]:
