@@ -853,3 +853,25 @@ def test_parameters_that_are_new_are_limited_in_their_first_step_too():
         optimizer.step()
     assert all((one - old).norm() <= 0.1001 * 0.1 for one, old in before.items())
     assert "6 clipped" in str(handle.audit)
+
+
+def test_a_batched_pass_is_refused_by_clipping_as_it_comes():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    each = torch.eye(10).view(10, 5, 2)
+    with gaff.clip_gradients(optimizer, value=0.01, when="backward"):
+        output = model(torch.randn(5, 4))
+        with pytest.raises(gaff.PlanError, match="a batched pass"):
+            torch.autograd.grad(output, list(model.parameters()), each, is_grads_batched=True)
+    with pytest.raises(gaff.NeverFiredError, match="this backward pass was batched"), gaff.sample_norms(model):
+        torch.autograd.grad(model(torch.randn(5, 4)), list(model.parameters()), each, is_grads_batched=True)
+
+
+def test_limits_may_be_numbers_of_numpy():
+    np = pytest.importorskip("numpy")
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.clip_gradients(optimizer, norm=np.float32(0.5)):
+        (100 * model(torch.ones(2, 3)).sum()).backward()
+        optimizer.step()
+    assert model.weight.grad.norm() <= 0.5

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gaff
 from gaff.engine.process.functions import LOSSES
+from gaff.record.run import _case
 
 STEPS = 40
 
@@ -292,6 +293,68 @@ def test_guessing_by_how_often_each_class_comes(count):
     assert float(entropy) == pytest.approx(float(expected), rel=0.06 if count < 100 else 1e-5)
     ignored = torch.cat([labels, torch.full((count,), -100)])
     assert float(target_of("cross_entropy", torch.zeros(2 * count, 3), ignored, {})["entropy"]) == float(entropy)
+
+
+def least_of_one_answer(loss_of, width):
+    """The least loss of one answer for all examples, by minimising it."""
+    answer = torch.zeros(width, requires_grad=True)
+    optimizer = torch.optim.LBFGS([answer], max_iter=200)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(answer)
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        loss = optimizer.step(closure)
+    return float(loss)
+
+
+WEIGHTS = torch.tensor([1.0, 3.0, 7.0])
+
+
+@pytest.mark.parametrize(
+    "known",
+    [{"weight": WEIGHTS}, {"label_smoothing": 0.1}, {"weight": WEIGHTS, "label_smoothing": 0.2}, {"ignore_index": 0}],
+)
+def test_guessing_counts_weights_smoothing_and_labels_left_out(known):
+    from gaff.training.watch.step_facts import target_of
+
+    torch.manual_seed(0)
+    labels = torch.multinomial(torch.tensor([0.7, 0.2, 0.1]), 3000, replacement=True)
+    expected = least_of_one_answer(lambda answer: F.cross_entropy(answer.expand(3000, 3), labels, **known), 3)
+    told = target_of("cross_entropy", torch.zeros(3000, 3), labels, {}, known)
+    assert float(told["entropy"]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_guessing_counts_weights_of_positive_targets():
+    from gaff.training.watch.step_facts import target_of
+
+    torch.manual_seed(0)
+    targets, weight = (torch.rand(500, 3) < torch.tensor([0.1, 0.3, 0.5])).float(), torch.tensor([9.0, 2.0, 1.0])
+    loss = F.binary_cross_entropy_with_logits
+    expected = least_of_one_answer(lambda answer: loss(answer.expand(500, 3), targets, pos_weight=weight), 3)
+    told = target_of(loss.__name__, torch.zeros(500, 3), targets, {}, {"pos_weight": weight})
+    assert float(told["spread"]) == pytest.approx(expected, rel=0.01)
+    assert "spread" not in target_of(loss.__name__, torch.zeros(500, 3), targets, {}, {"weight": torch.rand(500, 3)})
+
+
+def test_a_weighted_loss_is_held_to_the_guess_with_its_weights(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(320, 4)
+    y = torch.multinomial(torch.tensor([0.9, 0.07, 0.03]), 320, replacement=True)
+    model, loss_of = nn.Linear(4, 3), nn.CrossEntropyLoss(weight=1 / torch.bincount(y).float())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run"):
+        for step in range(40):
+            rows = slice(step % 10 * 32, step % 10 * 32 + 32)
+            loss = loss_of(model(x[rows]), y[rows])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    guess = _case(gaff.load(tmp_path / "run")).guess
+    assert guess["loss"] == pytest.approx(math.log(3), rel=0.01)  # inverse frequencies make all classes alike
 
 
 def test_a_report_names_the_next_command(tmp_path):

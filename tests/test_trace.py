@@ -48,6 +48,47 @@ def test_gradients_are_told_and_missing_ones_named():
     assert "None: the tensor does not require grad" in str(trace)
 
 
+class Forces(nn.Module):
+    """Returns an energy and its gradient, for which the forward runs a backward pass of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        self.hidden = self.first(x)
+        energy = self.last(self.act(self.hidden)).sum()
+        return energy, -torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def of_forces(output):
+    return 1000 * output[1].square().sum()
+
+
+def with_penalty(output):
+    grad = torch.autograd.grad(output.sum(), output, create_graph=True)[0]
+    return (output * grad).square().sum()
+
+
+def test_gradients_are_those_of_the_loss_not_of_passes_that_the_forward_runs():
+    model, x = Forces(), torch.randn(5, 4)
+    rows = rows_of(gaff.trace(model, x, backward=of_forces))
+    expected = torch.autograd.grad(of_forces(model(x)), model.hidden)[0]
+    assert rows["first"].grad_output.norm == pytest.approx(expected.norm().item(), rel=1e-4)
+    assert rows["last"].grad_output.reason == "backward ran, but no gradient reached this tensor"
+    by_hand = rows_of(gaff.trace(model, x, backward=lambda output: of_forces(output).backward()))
+    assert by_hand["first"].grad_output.norm == rows["first"].grad_output.norm
+
+
+def test_gradients_are_those_of_the_loss_not_of_a_penalty_before_it():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), torch.randn(2, 3)
+    rows = rows_of(gaff.trace(model, x, backward=with_penalty, pictures=True))
+    output = model(x)
+    expected = torch.autograd.grad(with_penalty(output), output)[0]
+    assert rows["1"].grad_output.norm == pytest.approx(expected.norm().item(), rel=1e-5)
+
+
 def test_every_call_of_a_shared_module_is_a_row():
     trace = gaff.trace(Shared(), torch.randn(2, 4))
     assert [row.site for row in trace.rows] == [":output", "shared@0", "shared@1", "shared@2", "head"]

@@ -976,3 +976,34 @@ def test_a_finding_is_looked_into_by_the_number_that_it_goes_by(tmp_path):
     finding = next(one for one in gaff.load(tmp_path / "a").findings if one.rule == "dead_units")
     assert finding.look.endswith(".series('1', 'dead')")
     assert eval(finding.look).values[-1] == 1.0
+
+
+class Forces(nn.Module):
+    """Returns an energy and its gradient, for which the forward runs a backward pass of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)
+        self.came = []
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        hidden = self.first(x)
+        hidden.register_hook(lambda gradient: self.came.append(gradient.detach().square().mean().sqrt().item()))
+        energy = self.last(self.act(hidden)).sum()
+        return energy, -torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def test_the_gradient_of_the_loss_is_not_mixed_with_those_that_the_forward_computes(tmp_path):
+    torch.manual_seed(0)
+    model = Forces()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(3):
+            optimizer.zero_grad()
+            (1000 * model(torch.randn(6, 4))[1].square().sum()).backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    told = record.series("first:grad_output", "rms").values
+    assert list(told) == pytest.approx(model.came[1::2], rel=1e-5)
+    assert any("a pass that the forward itself runs" in note for note in record.notes)

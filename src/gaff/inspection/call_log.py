@@ -23,6 +23,7 @@ from gaff.address.nested import Arguments, iter_tensors, shape_text, size_bytes
 from gaff.compat import distributed, elements
 from gaff.compat.memory import version_of
 from gaff.compat.modes import outside_modes
+from gaff.engine.gradients.pending import NOT_REACHED
 from gaff.engine.flops import FlopCount
 from gaff.engine.ops.names import COMPOSITES
 from gaff.engine.streams import Stream
@@ -94,6 +95,7 @@ class CallLog:
         self.album = album
         self.given: TensorMarks | None = None  # of what the model was given
         self.class_name: Callable[[int], str] = str  # of a class of the model's output
+        self.has_begun_backward = False  # until then gradients are those of passes that the forward itself runs
         self.own: set[int] = set()  # identities of parameters and buffers, which no call has made
         # who made a tensor, by its identity, and its version then; by its autograd node; what came before others
         self._made: dict[int, tuple[weakref.ref[Tensor], CallNotes, int]] = {}
@@ -106,6 +108,15 @@ class CallLog:
         self._since: float | None = None  # the end of the latest look, if nothing of the model has run since
         self._counter = counter
         self._device = device
+
+    def forget_gradients(self) -> None:
+        """Begin to note gradients: a pass that matters comes now, and what came before was of others."""
+        self.has_begun_backward = True
+        for call in self.calls:
+            came = [port for port, one in call.gradients.items() if one.norm is not None or one.shape]
+            call.gradients.update({port: Gradient(reason=NOT_REACHED) for port in came})
+        if self.album is not None:
+            self.album.forget_gradients()
 
     def enter(self, site: Site, cls: str, given: Arguments, run: Any, call: int) -> CallNotes:
         """A module, or an op (``cls``: its place in the code), is called with these arguments.
@@ -314,7 +325,7 @@ class GradientLog(Stream):
     def add(self, value: Any, run: Any, call: int) -> None:
         """A gradient came: note its shape, norm and marks, and draw it. Waits for the device."""
         noted = self._note(run, call, gradient_of(value))
-        album = self._log.album
+        album = self._log.album if self._log.has_begun_backward else None
         if album is not None and self._port == "grad_output" and self._site.op is None:
             call = noted.call if noted is not None else call  # pictures are named by entries, as rows are
             if not self._site.path:

@@ -25,6 +25,7 @@ _TILES = 36
 _TOKENS, _CHANNELS = 128, 256
 _IMAGE = 224  # pixels
 _HEADS = 16
+_OF_GRADIENT = "gradient of "  # begins the title of such a picture
 _MAPS = 8  # class activation maps of one trace
 
 
@@ -73,7 +74,7 @@ class Album:
         low, high = _range(tiles)
         limit = max(abs(low), abs(high)) if is_gradient or low < 0 else 0.0
         data = _bytes(tiles, -limit, limit) if limit else _bytes(tiles, low, high)
-        what = "gradient of " if is_gradient else ""
+        what = _OF_GRADIENT if is_gradient else ""
         more = self._more(kind, value, tiles)
         shape = tuple(tensor.shape)
         size = (tiles.shape[0], tiles.shape[1], tiles.shape[2])
@@ -101,6 +102,10 @@ class Album:
         places = value.nonzero()
         if len(places) == 1:
             self._class = f" of class {names(int(places[0]))}"
+
+    def forget_gradients(self) -> None:
+        """Let go of the pictures of gradients, which were those of another pass."""
+        self.pictures = [one for one in self.pictures if not one.title.startswith(_OF_GRADIENT)]
 
     def add_class_activation(self, site: str, gradient: Tensor) -> None:
         """Add a class activation map where the maps of ``site`` were kept, and forget them.

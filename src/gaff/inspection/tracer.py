@@ -92,7 +92,7 @@ def trace_run(
             output = model(*args, **kwargs)
         used = used_leaves([tensor for _, tensor in iter_tensors(output)])
         if backward is not None:
-            _run_backward(backward, output)
+            _run_backward(backward, output, log)
     if backward is not None:
         _check_gradients(log, parameters)
     facts = {
@@ -240,12 +240,14 @@ def _tied(model: nn.Module) -> Iterator[str]:
         yield f"one parameter of several names counts once in the total of parameters: {', '.join(tied[:3])}{more}"
 
 
-def _run_backward(backward: Backward, output: Any) -> None:
+def _run_backward(backward: Backward, output: Any, log: CallLog) -> None:
     """Call the user's function on the output, and run backward from the loss that it returns.
 
-    A function that returns None has run backward itself. Raises PlanError for anything but a scalar that requires
-    grad.
+    A function that returns None has run backward itself. Passes that the model ran in its forward (forces, as the
+    gradient of an energy) or the function before it returned the loss (a penalty) are not told. Raises PlanError for
+    anything but a scalar that requires grad.
     """
+    log.forget_gradients()
     loss = backward(output)
     if loss is None:
         return  # it ran backward itself
@@ -254,6 +256,7 @@ def _run_backward(backward: Backward, output: Any) -> None:
         raise PlanError(f"backward returned {what}: expected a scalar tensor, such as lambda y: y.mean()")
     if not loss.requires_grad:
         raise PlanError("backward returned a loss that does not depend on any parameter that requires grad")
+    log.forget_gradients()
     loss.backward()
 
 

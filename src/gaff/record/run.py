@@ -407,7 +407,7 @@ def _guesses(looks: list[tuple[int, dict[str, Any]]]) -> dict[str, float]:
     """What guessing gives, by the name of a loss: the mean over the looks.
 
     Of a loss over few classes it is the entropy of the labels of all looks together, since batches of a few have less;
-    of one over many the last look has it, which was told by all labels so far.
+    of one over many, or with weights or smoothing, the last look has it, which was told by all labels so far.
     """
     found: dict[str, list[tuple[int, float]]] = {}
     labels: dict[str, list[Counter[int]]] = {}
@@ -418,12 +418,12 @@ def _guesses(looks: list[tuple[int, dict[str, Any]]]) -> dict[str, float]:
                 labels.setdefault(str(one["guess_of"]), []).append(Counter(dict(enumerate(map(int, one["labels"])))))
     guess = {name: statistics.fmean(value for _, value in at_first_scale(name, values, looks))
              for name, values in found.items()}  # fmt: skip
-    for _, one in looks:
-        if one.get("is_pooled") and isinstance(one.get("guess"), float):
-            guess[str(one["guess_of"])] = one["guess"]
+    pooled = {str(one["guess_of"]): one["guess"] for _, one in looks
+              if one.get("is_pooled") and isinstance(one.get("guess"), float)}  # fmt: skip
+    guess |= pooled
     for name, counts in labels.items():
         total = sum(counts, Counter())
-        if len(counts) == len(found[name]) and total:
+        if name not in pooled and len(counts) == len(found[name]) and total:
             shares = [count / total.total() for count in total.values()]
             guess[name] = factor_of(name, looks) * -sum(one * math.log(one) for one in shares)
     return guess

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gaff.compat import distributed, elements, foreach
+from gaff.compat import autograd, distributed, elements, foreach
 from gaff.engine.process.optimizer import BackwardGuard
 from gaff.errors import PlanError
 from gaff.training.clipping_audit import Audit
@@ -54,6 +54,11 @@ class BackwardClipping:
         limits = self._limits
         if gradient.is_sparse:
             raise PlanError("when='backward' cannot clip a sparse gradient as it comes: expected when='step'")
+        if autograd.is_wrapper(gradient):
+            raise PlanError(
+                "when='backward' cannot clip what a batched pass (is_grads_batched, vectorize=True) brings, of which "
+                "nobody sees the numbers: run it outside of the clipping, or expected when='step'"
+            )
         number = self._parameters.numbers[id(parameter)]
         gradient = distributed.settled(gradient)
         local, norm = distributed.local_of(gradient), self._norm(gradient)

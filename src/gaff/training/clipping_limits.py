@@ -6,6 +6,7 @@ They are apart from ``clipping`` so that a mistake is told without looking at an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, TypedDict
 
 from gaff.errors import PlanError
@@ -69,7 +70,7 @@ class Limits:
             raise PlanError("when='backward' cannot skip a step: expected nonfinite='raise' or 'zero', or when='step'")
 
     def _check_each(self) -> None:
-        """Check each field by itself, and make ``norm_type`` a float. Raises PlanError with what is expected."""
+        """Check each field by itself, and make numbers floats. Raises PlanError with what is expected."""
         for name, known in (
             ("per", ("global", "tensor")),
             ("spike", ("clip", "skip")),
@@ -81,9 +82,10 @@ class Limits:
                 raise PlanError(f"{name}={getattr(self, name)!r} is not known: expected one of {choice}")
         for name in ("norm", "value", "adaptive", "deviations"):
             limit = getattr(self, name)
-            is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+            is_number = isinstance(limit, Real) and not isinstance(limit, bool)  # NumPy's are, too
             if limit is not None and not (is_number and limit > 0):
                 raise PlanError(f"{name}={limit!r} is no limit: expected a positive number")
+            object.__setattr__(self, name, None if limit is None else float(limit))
         try:
             object.__setattr__(self, "norm_type", float(self.norm_type))
         except (TypeError, ValueError):

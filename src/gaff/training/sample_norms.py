@@ -105,7 +105,8 @@ class SampleNorms:
     def _look_last(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Raise NeverFiredError where the block ends well and there was nothing to measure in it."""
         if error is None and not self._has_gradient:
-            raise NeverFiredError("sample_norms saw no gradient: expected model(...) and backward() inside the session")
+            why = next(iter(self._refused.values()), "expected model(...) and backward() inside the session")
+            raise NeverFiredError(f"sample_norms saw no gradient: {why}")
 
     def __iter__(self) -> Iterator[str]:
         """The names of the parameters that are followed."""

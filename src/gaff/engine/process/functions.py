@@ -25,7 +25,7 @@ LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", 
 ATTENTION = "scaled_dot_product_attention"
 _ON_BY_DEFAULT = ("dropout", "dropout1d", "dropout2d", "dropout3d", ATTENTION)  # where nothing says otherwise
 _ARGUMENTS = {ATTENTION: ("query", "key", "value", "attn_mask", "dropout_p")}
-_OF_LOSSES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+_OF_LOSSES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 DROPOUTS = (*_ON_BY_DEFAULT, "alpha_dropout", "feature_alpha_dropout")
 
 

@@ -305,10 +305,12 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
     if not name or not 0 <= guess < math.inf:
         return plain
     by = factor["by"] if factor["loss"] == name else 1.0
-    labels = next((one["labels"] for one in told.get("targets", ()) if "labels" in one), None)
+    targets = [one for one in told.get("targets", ()) if "entropy" in one]
+    labels = next((one["labels"] for one in targets if "labels" in one), None)
     is_counted = "classes" in told and "scores" not in told
     counted: dict[str, Any] = {"labels": labels} if labels is not None and is_counted else {}
-    counted |= {"is_pooled": True} if labels is None and is_counted else {}
+    is_uneven = any(one["is_uneven"] for one in targets)
+    counted |= {"is_pooled": True} if is_counted and (labels is None or is_uneven) else {}
     return {**plain, "guess_of": name, "guess": by * guess, **counted}
 
 

@@ -326,8 +326,15 @@ class SampledStep:
         return True
 
     def _arrived(self, key: Key, gradient: Tensor) -> None:
-        """A gradient has come by, inside backward."""
+        """A gradient has come by, inside backward.
+
+        Not told is one of a pass with ``create_graph`` that the model's own forward runs, as for forces from an energy:
+        it is what the model computes, and no gradient of the loss.
+        """
         if not self.is_open:
+            return
+        if self.runs.inside and torch.is_grad_enabled():
+            self.notes.add(f"{key[1]}: gradients of a pass that the forward itself runs are not looked at")
             return
         if compiler.is_loaded() and is_at_edge():
             self.notes.add(f"{key[1]}: {EDGE}")

@@ -116,7 +116,7 @@ class SetupFacts:
         is_plain = type(target) is Tensor and elements.is_plain(target) and elements.is_readable(target)
         is_wanted = torch.is_grad_enabled() and not target.requires_grad and len(self._targets) < _MOST_TARGETS
         if is_plain and is_wanted:
-            self._targets.append(step_facts.target_of(name, output, target, self._labels))
+            self._targets.append(step_facts.target_of(name, output, target, self._labels, known))
             if name in step_facts.OVER_CLASSES:
                 self._tokens.target(target)
                 self._layout.target(target, known)

@@ -10,6 +10,7 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from gaff.training.watch.updates import Update
 
 OVER_CLASSES = ("cross_entropy", "nll_loss")
 ERRORS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 _MOST_CLASSES = 64  # of which it is told how often each comes
 _LEAST_ROWS = 8  # of a batch of targets whose variance says something
 _NORMAL = 1e-2  # by how much a sum of probabilities may be off, by rounding
@@ -64,10 +66,13 @@ def digests(module: nn.Module) -> list[str]:
     return [fingerprint((one,), {}) for one in module.parameters()]
 
 
-def target_of(name: str, output: Any, target: Tensor, seen: dict[tuple[str, int], Tensor]) -> dict[str, Any]:
+def target_of(
+    name: str, output: Any, target: Tensor, seen: dict[tuple[str, int], Tensor], known: Mapping[str, Any] = NOTHING
+) -> dict[str, Any]:
     """What a loss function was given, for the rules: shapes, least and largest target as tensors on its device.
 
     ``seen``: by function and number of classes how often each class has come in all looks; this batch is added.
+    ``known``: arguments of the call by name, of which weights, the label that is left out and smoothing are read.
     """
     plain = target.detach()
     low, high = plain.aminmax() if plain.numel() and not plain.is_complex() else (0.0, 1.0)
@@ -86,15 +91,17 @@ def target_of(name: str, output: Any, target: Tensor, seen: dict[tuple[str, int]
         told["is_normal"] = plain.is_floating_point() and plain.dim() > 0 and _are_probabilities(plain)
     classes = shape[1:2] or shape  # of [batch, classes, ...], or of [classes] alone
     if name in OVER_CLASSES and not plain.is_floating_point() and plain.numel() > 1 and classes:
-        counts = _counts(plain.flatten(), classes[0])
+        counts = _counts(plain.flatten(), classes[0], known.get("ignore_index", -100))
         before = seen.get((name, classes[0]))
         pooled = counts if before is None or before.device != counts.device else before + counts
         seen[name, classes[0]] = pooled
-        told["entropy"] = _entropy(pooled)
+        told["is_uneven"] = known.get("weight") is not None or bool(known.get("label_smoothing"))
+        told["entropy"] = _guess(pooled, known.get("weight"), known.get("label_smoothing", 0.0))
         if classes[0] <= _MOST_CLASSES:
             told["labels"] = counts
-    if name in _GUESSES and plain.is_floating_point() and plain.dim() and plain.shape[0] >= _LEAST_ROWS:
-        told["spread"] = _GUESSES[name](plain.float())
+    is_even = known.get("weight") is None  # each target counts alike
+    if name in _GUESSES and is_even and plain.is_floating_point() and plain.dim() and plain.shape[0] >= _LEAST_ROWS:
+        told["spread"] = _GUESSES[name](plain.float(), known)
     return told
 
 
@@ -106,31 +113,51 @@ def _are_probabilities(targets: Tensor) -> Tensor:
     return torch.stack([((plain.sum(dim) - 1).abs() < _NORMAL).all() for dim in dims]).any()
 
 
-def _of_probabilities(targets: Tensor) -> Tensor:
+def _of_probabilities(targets: Tensor, known: Mapping[str, Any]) -> Tensor:
     """The binary cross entropy of a model that knows the mean of each column of its targets, and nothing else.
 
     Corrected for how few they are, as ``_entropy``. Infinite where targets are between 0 and 1: the loss then ends at
-    their own entropy, which may be as much.
+    their own entropy, which may be as much. ``pos_weight`` of the call counts targets of 1 that often.
     """
     mean = targets.mean(0).clamp(0, 1)
-    found = -(torch.xlogy(mean, mean) + torch.xlogy(1 - mean, 1 - mean)).mean() + 0.5 / len(targets)
+    positive, negative = mean * (1 if known.get("pos_weight") is None else known["pos_weight"]), 1 - mean
+    whole = positive + negative
+    found = (torch.xlogy(whole, whole) - torch.xlogy(positive, positive) - torch.xlogy(negative, negative)).mean()
+    found = found + 0.5 / len(targets)
     return torch.where(((targets == 0) | (targets == 1)).all(), found, math.inf)
 
 
 # What the mean of a loss is for a model that knows how its targets are spread over a batch, and nothing else.
-_GUESSES: dict[str, Callable[[Tensor], Tensor]] = {
-    "mse_loss": lambda targets: targets.var(0).mean(),
-    "l1_loss": lambda targets: (targets - targets.median(0).values).abs().mean(),
+_GUESSES: dict[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
+    "mse_loss": lambda targets, _: targets.var(0).mean(),
+    "l1_loss": lambda targets, _: (targets - targets.median(0).values).abs().mean(),
     "binary_cross_entropy": _of_probabilities,
     "binary_cross_entropy_with_logits": _of_probabilities,
 }
 
 
-def _counts(labels: Tensor, classes: int) -> Tensor:
-    """How often each class comes, ``[classes]``; labels that are none, which losses pass over, are left out."""
-    inside = ((labels >= 0) & (labels < classes)).float()
+def _counts(labels: Tensor, classes: int, ignored: int) -> Tensor:
+    """How often each class comes, ``[classes]``; labels that the loss passes over, or that are none, are left out."""
+    inside = ((labels >= 0) & (labels < classes) & (labels != ignored)).float()
     counts = torch.zeros(classes, dtype=torch.float32, device=labels.device)
     return counts.scatter_add_(0, labels.long().clamp(0, classes - 1), inside)
+
+
+def _guess(counts: Tensor, weight: Any, smoothing: float) -> Tensor:
+    """The mean cross entropy of a model that knows how often each class comes, and nothing else; of dimension 0.
+
+    With weights w and smoothing s the loss is -sum_c a_c log p_c / sum_c w_c n_c, of a_c = w_c ((1 - s) n_c + s n / K),
+    n_c of n labels being of class c of K: it is least where p is a divided by its sum. Infinite as ``_entropy`` is.
+    """
+    is_plain = isinstance(weight, Tensor) and elements.is_plain(weight) and weight.device == counts.device
+    if not smoothing and not is_plain:
+        return _entropy(counts)
+    each = weight.detach().float() if is_plain else torch.ones_like(counts)
+    total = counts.sum()
+    costs = each * ((1 - smoothing) * counts + smoothing * total / len(counts))
+    found = (torch.xlogy(costs.sum(), costs.sum()) - torch.xlogy(costs, costs).sum()) / (each * counts).sum()
+    is_seen = (counts == 1).sum() <= 0.5 * total
+    return torch.where(is_seen & found.isfinite(), found, math.inf)
 
 
 def _entropy(counts: Tensor) -> Tensor:
