@@ -393,7 +393,7 @@ def trace(
     The number of parameters of a call is of those that its module holds itself, without those of its children. Times
     are of this watched run, in seconds, without what measuring tensors took; on a GPU every call is waited for. FLOPs
     count a multiplication and an addition as two, as ``torch.utils.flop_counter`` does, and are of the forward; a
-    call has those inside it. The memory of a call is that of the tensors that it returns, in bytes. Statistics are of the first
+    call has those inside it. Its memory is that of the tensors that it returns, in bytes. Statistics are of the first
     output tensor. Raises PlanError for what cannot be traced; errors of the model pass through.
     """
     from gaff.inspection.tracer import trace_run

@@ -23,8 +23,8 @@ from gaff.address.nested import Arguments, iter_tensors, shape_text, size_bytes
 from gaff.compat import distributed, elements
 from gaff.compat.memory import version_of
 from gaff.compat.modes import outside_modes
-from gaff.engine.gradients.pending import NOT_REACHED
 from gaff.engine.flops import FlopCount
+from gaff.engine.gradients.pending import NOT_REACHED
 from gaff.engine.ops.names import COMPOSITES
 from gaff.engine.streams import Stream
 from gaff.inspection.pictures import Album, are_probabilities
