@@ -1,6 +1,7 @@
 """A compiled model is seen and changed as an eager one, and is itself again afterwards; never a silent nothing."""
 
 import gc
+import warnings
 import weakref
 from contextlib import nullcontext
 
@@ -381,3 +382,23 @@ def test_a_compiled_step_of_an_optimizer_compiles_nothing_of_gaffs(who, tmp_path
     assert ours <= graphs + 1
     if who != "guard":  # which runs all that is compiled eagerly where the model is not
         assert all(torch.equal(one, other) for one, other in zip(bare, seen, strict=True))
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_model_that_was_compiled_before_it_is_watched_is_watched_in_its_compiled_code(tmp_path, is_given, has_run):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    run = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if has_run:
+        run(torch.randn(3, 4)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of global hooks around what was compiled
+        watch = gaff.watch(*[model] * is_given, out=tmp_path / "run", every=1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            run(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+        watch.remove()
+    assert len(gaff.load(tmp_path / "run").series("1:grad_output", "rms").values) == 3

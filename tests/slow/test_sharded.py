@@ -135,6 +135,12 @@ def test_statistics_of_all_ranks_are_those_of_the_whole(runs):
             record.series("blocks.1.fc", "mean", rank="all")
     with pytest.raises(gaff.errors.RecordError, match="does not add up"):
         record.series(weight, "entropy", rank="all")
+    whole, together = alone.scalar("grad_norm"), record.scalar("grad_norm", rank="all")
+    assert together.steps == whole.steps
+    assert together.values == pytest.approx(whole.values, rel=1e-4)
+    assert (record.scalar("grad_norm", rank=1).values == pytest.approx(whole.values, rel=1e-4)) is (kind == "ddp")
+    with pytest.raises(gaff.RecordError, match="'all' is for 'grad_norm'"):
+        record.scalar("lr", rank="all")
 
 
 def test_gradients_add_up_also_after_an_exception(runs):

@@ -28,6 +28,11 @@ def is_loaded() -> bool:
     return "torch._dynamo.eval_frame" in sys.modules
 
 
+def wrapper_class() -> type | None:
+    """The class of what ``torch.compile`` makes of a module; None where the compiler has not been imported."""
+    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+
+
 def has_asked_to_compile() -> bool:
     """Whether ``torch.compile`` was called in this process, also where nothing has been compiled yet."""
     frames = sys.modules.get("torch._dynamo.eval_frame")

@@ -209,6 +209,38 @@ def together(parts: Sequence[RankPart], key: tuple[str, str], stat: str, phase: 
     return steps, [merged([one[step] for one in rows], stat) for step in steps]
 
 
+def holds_parts(parts: Sequence[RankPart]) -> bool:
+    """Whether processes hold parts of parameters, so that what each tells of its gradients is a share."""
+    return any(one.get("kind") == "model" and one.get("places") for part in parts for _, one in part.events)
+
+
+def norm_together(parts: Sequence[RankPart]) -> tuple[list[int], list[float]]:
+    """Steps that all processes have looked at, and the L2 norm of all gradients, of which each part counts once.
+
+    Infinite where any process has met an element that is not finite, as ``grad_norm`` of one process is.
+    """
+    told = [_times(part, "grad_norm") for part in parts]
+    steps = sorted(set.intersection(*(set(one) for one in told))) if told else []
+    keys = dict.fromkeys(
+        key
+        for part in parts
+        for at in range(len(part.tables))
+        if (table := part.table(at)) is not None and table.phase == "train"
+        for key in table.layout.rows
+        if key[1].endswith(":grad")
+    )
+    squares = dict.fromkeys(steps, 0.0)
+    for key in keys:
+        rows = _distinct(parts, key, "train")
+        for step in steps:
+            there = [one[step] for one in rows if step in one]
+            norm = merged(there, "norm")
+            squares[step] += 0.0 if math.isnan(norm) else norm * norm
+    return steps, [
+        math.inf if any(math.isinf(one[step]) for one in told) else math.sqrt(squares[step]) for step in steps
+    ]
+
+
 def _distinct(parts: Sequence[RankPart], key: tuple[str, str], phase: str) -> list[Rows]:
     """The numbers of one process for each different part of what passes at a site.
 

@@ -28,7 +28,7 @@ from gaff.record.flight import Flight, read_left, read_ring, steps_of
 from gaff.record.label_order import label_order
 from gaff.record.log import MAGIC, LogReader
 from gaff.record.part import RankPart
-from gaff.record.ranks import divergence, lost, slow, together
+from gaff.record.ranks import divergence, holds_parts, lost, norm_together, slow, together
 from gaff.record.run_case import RunCase, SingleSteps, Unstepped
 from gaff.record.sample import acts
 from gaff.record.statistics import DERIVED, value_of
@@ -214,11 +214,17 @@ class Record:
         path = self.part(rank).reader.path.with_suffix(RING)
         return read_ring(path) if path.exists() else []
 
-    def scalar(self, name: str = "loss", rank: int = 0) -> Series:
+    def scalar(self, name: str = "loss", rank: int | str = 0) -> Series:
         """A number of each step: ``loss`` (the first that was found), ``loss:NAME`` or NAME, ``lr``, ``grad_norm`` ...
 
-        Steps without one are left out. Raises RecordError with the names that there are.
+        Steps without one are left out. ``rank``: a process, or "all" for ``grad_norm`` of all parts of the parameters,
+        of which with FSDP2 and tensor parallelism a process has its share; it is told for the steps that all have
+        looked at. Raises RecordError with the names that there are, and for others of all processes.
         """
+        if rank == "all" and name == "grad_norm" and name in self.scalars:
+            return Series(*norm_together(self._parts))
+        if isinstance(rank, str):
+            raise RecordError(f"{name!r} with rank={rank!r}: expected one of {self.ranks}; 'all' is for 'grad_norm'")
         series = self.part(rank).series
         if name == "loss":
             name = next((one for one in series if one.startswith("loss:")), name)
@@ -229,6 +235,11 @@ class Record:
         is_missing = is_absent if name.startswith("loss") else math.isnan
         kept = [(step, value) for step, value in pairs if not is_missing(value)]
         return Series([step for step, _ in kept], [value for _, value in kept])
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether its processes hold parts of the parameters, so that ``grad_norm`` of one of them is a share."""
+        return len(self._parts) > 1 and holds_parts(self._parts)
 
     @property
     def scalars(self) -> list[str]:

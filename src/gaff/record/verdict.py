@@ -122,6 +122,15 @@ def _untold(case: RunCase) -> str:
     )
 
 
+def _of_successors(case: RunCase) -> str:
+    """What became of the models that were trained after the first, to be added to what is told of its loss."""
+    later = case.successors
+    if not later:
+        return ""
+    ends = f"from about {later[-1].first:.4g} to {later[-1].last:.4g} for the last"
+    return f", for the first of {len(later) + 1} models, one after the other, and {ends}"
+
+
 def _judged(case: RunCase) -> str:
     """What a run was judged by in which nothing is wrong."""
     if case.is_range_test and case.lr is not None:
@@ -138,17 +147,13 @@ def _judged(case: RunCase) -> str:
     times = f" (multiplied by {factor:.3g} before its backward pass)" if factor != 1.0 else ""
     began = f"{curve.start:.4g}, and up to {curve.early_peak[1]:.4g} at step {curve.early_peak[0]}," \
         if curve.first > 2 * curve.start > 0 else f"about {curve.first:.4g}"  # fmt: skip
-    later = case.successors
     told = f"{seen}; the loss {name!r}{times} went from {began} to {curve.last:.4g}"
-    if not later and curve.last > _NO_FALL * curve.first > 0 and curve.spread > 0.5 * curve.first:
+    if not case.successors and curve.last > _NO_FALL * curve.first > 0 and curve.spread > 0.5 * curve.first:
         told += f", which is no fall: single steps differ by {curve.spread:.3g} from the ones around them"
     guess = case.guess.get(name, 0.0)
     if curve.last > _NEAR_GUESSING * guess > 0:
         told += f", where guessing comes to {guess:.4g}"
-    if later:
-        last = later[-1]
-        told += f", for the first of {len(later) + 1} models, one after the other, and from about {last.first:.4g} to " \
-                f"{last.last:.4g} for the last"  # fmt: skip
+    told += _of_successors(case)
     for function, pairs in list(case.evaluated.items())[:1]:
         at, least = min(pairs, key=lambda pair: pair[1])
         told += f"; the loss of evaluations, {function}, went from {pairs[0][1]:.4g} to {pairs[-1][1]:.4g}" \

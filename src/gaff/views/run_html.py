@@ -60,9 +60,10 @@ def findings_html(findings: Sequence[Finding]) -> Shown:
 def _curves(record: Record) -> Shown:
     """The losses and what else is known of every step, each with a small curve."""
     rows: list[tuple[Cell, ...]] = []
+    is_share = record.holds_parts
     for name in record.scalars:
         if name.startswith("loss:") or name in ("grad_norm", "lr", "scale"):
-            series = record.scalar(name, record.ranks[0])
+            series = record.scalar(name, "all" if is_share and name == "grad_norm" else record.ranks[0])
             if len(series):
                 title = f"{name.removeprefix('loss:')} over {len(series)} steps"
                 rows.append((name.removeprefix("loss:").replace("_", " "), sparkline_image(series.values, title),

@@ -112,9 +112,10 @@ def report(
     The last lines say what was looked at and how much of the run's time that took.
     """
     parts = [f"{record.path}: {verdict(record)}", *reasons(record)]
+    is_share = record.holds_parts
     for name in record.scalars:
         if name.startswith("loss:") or name in ("grad_norm", "lr", "scale"):
-            series = record.scalar(name, record.ranks[0])
+            series = record.scalar(name, "all" if is_share and name == "grad_norm" else record.ranks[0])
             if len(series):
                 ends = f"{number(series.values[0])} to {number(series.values[-1])}"
                 parts.append(f"{name.removeprefix('loss:'):<12} {sparkline(series.values, plain=plain)} {ends}")

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.resolve import unwrap
-from gaff.compat import autograd, modes
+from gaff.compat import autograd, compiler, modes
 from gaff.engine.exported import try_run_as
 from gaff.engine.process import stack_room
-from gaff.engine.process.calls import ClassCalls, ModuleHooks, Passing
+from gaff.engine.process.calls import ClassCalls, ModuleHooks, Passing, is_compiled
 from gaff.training.watch.compiled import InsideCompiled
 from gaff.training.watch.models import Model, Models
 from gaff.training.watch.shield import FRAMES, Shield
@@ -68,6 +68,8 @@ class ModelCalls:
         self.passing = Passing()  # runs that are only counted
         self._inside_compiled = InsideCompiled(models, self._left)
         self._graphs = ExitStack()  # exported ones that run as trees of modules
+        if (wrapper := compiler.wrapper_class()) is not None:  # somebody may have compiled a model before
+            self._expect(wrapper)
 
     def _expect(self, kind: type) -> None:
         """Follow a class that was compiled, so that its modules are known as models before they first run.
@@ -203,9 +205,10 @@ class ModelCalls:
         """
         if module in self._known or type(module).__module__.startswith("gaff."):
             return
-        entry = self._models.entries.get(module)
-        if entry is not None:  # a part that is called by itself, such as an encoder
+        entry = self._models.entries.get(module) or self._models.entries.get(unwrap(module))
+        if entry is not None:  # a part that is called by itself, such as an encoder, or what was compiled since
             model = self._models.named(entry.model)
+            model.is_compiled = model.is_compiled or is_compiled(module)
         else:
             before = len(self._models.all)
             found = None if self._models.is_given else self._models.find(module)
