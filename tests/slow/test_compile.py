@@ -402,3 +402,18 @@ def test_a_model_that_was_compiled_before_it_is_watched_is_watched_in_its_compil
             optimizer.step()
         watch.remove()
     assert len(gaff.load(tmp_path / "run").series("1:grad_output", "rms").values) == 3
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_an_edit_inside_a_checkpoint_is_over_with_its_backward_though_the_loss_is_held(use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    block = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    block.compile(backend="aot_eager")
+    x = torch.randn(3, 4, requires_grad=True)
+    with gaff.edit(block, {"1": gaff.edits.scale(0.5)}):
+        loss = checkpoint(block, x, use_reentrant=use_reentrant).sum()
+        loss.backward()
+    again = x.detach().requires_grad_()
+    block[2](block[1](block[0](again)) * 0.5).sum().backward()
+    assert torch.allclose(x.grad, again.grad)

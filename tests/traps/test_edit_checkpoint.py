@@ -185,6 +185,20 @@ def test_nothing_stays_once_the_graph_is_freed(use_reentrant):
     assert changed.receipt.armed == 0
 
 
+@pytest.mark.parametrize("retain_graph", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_loss_that_is_held_keeps_no_hook_once_nothing_can_be_recomputed(use_reentrant, retain_graph):
+    model, x = Checkpointed(use_reentrant), torch.randn(2, 4, requires_grad=True)
+    with gaff.edit(model, {"first.0": edits.scale(3.0)}) as changed:
+        loss = model(x).sum()
+        loss.backward(retain_graph=retain_graph)
+    assert changed.receipt.armed == retain_graph
+    if changed.receipt.armed:
+        once, x.grad = x.grad, None
+        loss.backward()
+        assert torch.equal(x.grad, once)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_released_edits_raise_in_backward(use_reentrant):
     model, x = Checkpointed(use_reentrant), torch.randn(2, 4, requires_grad=True)

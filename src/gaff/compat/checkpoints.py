@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.utils import checkpoint as checkpoint_module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from gaff.compat.autograd import is_grad_enabled, is_outside_functions
 from gaff.compat.modes import frames_from, outside_modes
@@ -44,6 +44,20 @@ def _is_forward_of(node: Any, code: CodeType) -> bool:
     function = getattr(type(node), "_forward_cls", None)
     forward = inspect.unwrap(function.forward) if function is not None else None
     return not type(node).__name__.startswith("CompiledFunction") and getattr(forward, "__code__", None) is code
+
+
+def is_spent(region: Any) -> bool:
+    """Whether a region can recompute no more: torch's reentrant checkpoint, once a pass has freed what it saved.
+
+    Its node lives on with the loss. Custom Functions of others may run again without what they saved, and do not count.
+    """
+    if getattr(type(region), "_forward_cls", None) is not CheckpointFunction:
+        return False
+    try:
+        _ = region._raw_saved_tensors
+    except RuntimeError:  # torch refuses a second pass in the same way
+        return True
+    return False
 
 
 def recomputing_functions() -> Iterator[Any]:

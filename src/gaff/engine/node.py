@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from gaff.compat.checkpoints import is_spent
 from gaff.engine.clock import Clock, Run
 from gaff.engine.side import Side
 
@@ -54,7 +55,7 @@ class Node:
 
     def repeats(self) -> bool:
         """Whether an autograd graph is alive whose recomputation needs the edits of this module."""
-        return any(True for _ in self.regions())
+        return any(not is_spent(region) for region in self.regions())
 
     def regions(self) -> Iterator[Any]:
         """The checkpoints whose autograd graphs are alive, with calls of this module or its ops.

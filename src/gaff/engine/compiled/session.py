@@ -18,6 +18,7 @@ from torch import nn
 
 from gaff.address.resolve import unwrap
 from gaff.compat import compiler, distributed
+from gaff.compat.checkpoints import is_spent
 from gaff.edits.compiled import cuts, traced
 from gaff.edits.event import acts_on_parts
 from gaff.engine.compiled.edits import TracedEdit, TracedGradientEdit
@@ -283,7 +284,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
                 "a gradient edit in compiled code whose backward has not run: it would act after the session; call "
                 "backward() before it is closed, or let go of what the model has returned"
             )
-        if any(edit.repeats for edit in self._made) and exc[0] is None:
+        if any(not is_spent(one) for edit in self._made for one in edit.repeats) and exc[0] is None:
             raise ExactnessError(
                 "edits in compiled code inside a checkpoint whose backward has not run: it would recompute without "
                 "them; call backward() before the session is closed"
