@@ -33,6 +33,7 @@ COMPILED = {
     "test_reading_a_changed_argument_is_refused_and_clone_helps": "what graphs tell is copied at once",
     "test_a_bare_forward_after_the_session_stays_bare_while_the_first_loss_is_alive": IN_GRAPH,
     "test_nothing_stays_once_the_graph_is_freed": IN_GRAPH,
+    "test_a_loss_that_is_held_keeps_no_hook_once_nothing_can_be_recomputed": IN_GRAPH,
     "test_released_edits_raise_in_backward": IN_GRAPH,
     "test_a_module_writes_into_the_dict_of_its_caller_also_where_it_is_edited": ANEW,
     "test_what_the_module_puts_under_another_key_is_the_edited_tensor": ANEW,

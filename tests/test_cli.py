@@ -140,10 +140,11 @@ def test_sites_as_tree_data_and_with_shapes(capsys):
         (("trace", "nothing.pt2"), "gaff: 'nothing.pt2' is no file"),
     ],
 )
-def test_errors_are_one_line(capsys, argv, message):
+def test_errors_are_lines_of_gaffs_own(capsys, argv, message):
     code, out, err = run(capsys, *argv)
     assert (code, out) == (1, "")
-    assert len(err.splitlines()) == 1
+    assert all(line.startswith("gaff: ") for line in err.splitlines())
+    assert len(err.splitlines()) == (3 if "RuntimeError" in message else 1)  # of a model: its module and line, too
 
     assert re.search(message, err), err
 
@@ -879,3 +880,28 @@ def test_a_script_that_fails_with_the_code_of_a_find_says_that_nothing_was_found
     found = outcome("nan", "--allow", "zz/log#0", "train.py", cwd=tmp_path)
     assert found.returncode == 1
     assert "Traceback" not in found.stderr
+
+
+def test_an_error_of_a_model_tells_the_module_and_the_users_line(capsys, tmp_path):
+    (tmp_path / "conv.py").write_text(
+        "from torch import nn\nclass N(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.c = nn.Conv2d(3, 4, 3)\n    def forward(self, x):\n        return self.c(x)\n"
+        "def broken():\n    raise ValueError('mine')\n"
+    )
+    assert main(["trace", f"{tmp_path}/conv.py:N", "randn:2x1x8"]) == 1
+    first, *more = capsys.readouterr().err.splitlines()
+    assert first.startswith("gaff: RuntimeError: Given groups=1")
+    assert more == [
+        "gaff: raised in c (Conv2d), which was given Tensor float32 [2, 1, 8]",
+        f"gaff: at {tmp_path}/conv.py:7; --debug shows all of it",
+    ]
+    assert main(["trace", f"{tmp_path}/conv.py:broken", "randn:2"]) == 1
+    assert capsys.readouterr().err == (
+        f"gaff: ValueError: mine\ngaff: at {tmp_path}/conv.py:9; --debug shows all of it\n"
+    )
+    assert main(["harvest", f"{tmp_path}/conv.py:N", "nosuch", "c", "--out", str(tmp_path / "acts")]) == 1
+    assert (
+        "'nosuch' is no data: expected file.py:name or package.module:name of a DataLoader" in capsys.readouterr().err
+    )
+    assert main(["apply", f"{tmp_path}/conv.py", f"{tmp_path}/conv.py:N", "randn:1x3x8x8"]) == 1
+    assert f"plan '{tmp_path}/conv.py' cannot be read" in capsys.readouterr().err

@@ -100,9 +100,41 @@ def test_models_by_name_and_a_photo_with_the_models_own_preprocessing(capsys, tm
     Image.fromarray(load_sample_image("china.jpg")).save(tmp_path / "china.png")
     for model, size in (("torchvision:resnet18", 224), ("timm:resnet18", 224)):
         assert main(["trace", model, str(tmp_path / "china.png"), "--json", "--no-flops"]) == 0
-        assert json.loads(capsys.readouterr().out)["rows"][0]["input"] == f"1x3x{size}x{size}"
+        printed = capsys.readouterr()
+        assert json.loads(printed.out)["rows"][0]["input"] == f"1x3x{size}x{size}"
+        assert f"gaff: {model} has random weights (of seed 0): for trained ones name a file" in printed.err
     assert main(["sites", "torchvision:resnet51"]) == 1
     assert "torchvision has no model 'resnet51': expected one of resnet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["torchvision", "timm"])
+def test_weights_of_a_file_behind_the_name(capsys, tmp_path, kind):
+    import timm
+    import torchvision
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(1)
+    model = (torchvision.models.resnet18 if kind == "torchvision" else timm.create_model)(
+        *(() if kind == "torchvision" else ("resnet18",))
+    )
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    x = torch.randn(1, 3, 64, 64)
+    save_file({"x": x}, tmp_path / "x.safetensors")
+    expected = gaff.take(model.eval(), "layer4")(x)["layer4"]
+    for weights in ("w.pth", "w.safetensors"):
+        out = tmp_path / f"{weights}.out.safetensors"
+        spec = f"{kind}:resnet18@{tmp_path / weights}"
+        assert main(["take", spec, "layer4", "--input", str(tmp_path / "x.safetensors"), "--out", str(out)]) == 0
+        assert "random weights" not in capsys.readouterr().err
+        assert torch.equal(next(iter(load_file(out).values())), expected)
+    assert main(["sites", f"{kind}:resnet34@{tmp_path / 'w.pth'}"]) == 1
+    assert f"w.pth' does not fit {kind}:resnet34: Missing key(s)" in capsys.readouterr().err
+    (tmp_path / "bad.pth").write_bytes(b"nothing")
+    assert main(["sites", f"{kind}:resnet18@{tmp_path / 'bad.pth'}"]) == 1
+    assert "cannot be read: expected a state dict" in capsys.readouterr().err
+    assert main(["sites", f"{kind}:resnet18@nosuch.pth"]) == 1
+    assert "'nosuch.pth' is no file: expected weights" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:gaff. not bitwise")

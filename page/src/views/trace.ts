@@ -156,7 +156,7 @@ export function gradient(known: Gradient | null): string {
 function endings(trace: Trace): HTMLElement[] {
   const lines = [
     ...(trace.unused_modules.length ? [`Never called: ${trace.unused_modules.join(", ")}`] : []),
-    ...(trace.unused_parameters.length ? [`Without influence on the output: ${trace.unused_parameters.join(", ")}`] : []),
+    ...(trace.unused_parameters.length ? [`No gradient comes to: ${trace.unused_parameters.join(", ")}`] : []),
     ...trace.notes,
   ];
   return lines.map((line) => h("p", { class: "quiet" }, line));

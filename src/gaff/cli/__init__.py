@@ -38,7 +38,7 @@ from gaff.cli.parser import Parser, did_you_mean
 from gaff.cli.printing import data_alone, is_unread, terminal_width
 from gaff.errors import GaffError
 from gaff.training.watch.settings import to_stderr
-from gaff.version import __version__
+from gaff.version import FOLDER, __version__
 from gaff.views.text import fitting
 
 
@@ -150,8 +150,26 @@ def _run(command: Command, options: argparse.Namespace) -> int:
     except Exception as error:  # whatever a model or a file does, the user gets one line
         if options.debug:
             raise
-        to_stderr(_one_line(error))
+        to_stderr("\n".join([_one_line(error), *_more(error)]))
         return 1
+
+
+def _more(error: Exception) -> list[str]:
+    """What is known besides of an error: the module that raised it, and, of somebody else's code, its file and line."""
+    told = [note for note in getattr(error, "__notes__", ()) if note.startswith("gaff: ")]
+    place = "" if isinstance(error, GaffError) else _users_place(error)
+    return [*told, f"gaff: at {place}; --debug shows all of it"] if place else told
+
+
+def _users_place(error: Exception) -> str:
+    """File and line of the user's own code nearest to where an error was raised; empty where there is none."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith((FOLDER, "<")) and "site-packages" not in file and not file.startswith(sys.base_prefix):
+            found = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
 
 
 def _one_line(error: Exception) -> str:

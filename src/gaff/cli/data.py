@@ -38,7 +38,8 @@ def load_data(spec: str, loaded: Loaded, batch: int, columns: Sequence[str] = ()
         return _table(path, loaded, batch, columns)
     if path.is_dir():
         return _images(path, loaded, batch)
-    _, value = load_name(spec)
+    others = " of a DataLoader or a list of batches, a .txt file of texts, a folder of images, or one of save_to_disk"
+    _, value = load_name(spec, "data", others)
     if callable(value) and not isinstance(value, Iterable):
         value = value()
     return value

@@ -1,13 +1,14 @@
 """MODEL and file.py:name on the command line. Imports torch.
 
-What a spec names is imported, built or read here; a model of torchvision or timm gets random weights. Nothing is
-unpickled, nothing is downloaded.
+What a spec names is imported, built or read here. A model of torchvision or timm gets the weights of a file behind an
+``@``, or random ones, the same each time, and says so. Nothing but tensors is unpickled, nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import pickle
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gaff.cli.exported import load_exported
@@ -43,7 +45,7 @@ def load_model(spec: str) -> Loaded:
         return loaders[scheme](name)
     if spec.endswith(".pt2"):
         return Loaded(load_exported(spec))
-    module, value = load_name(spec)
+    module, value = load_name(spec, "model", ", torchvision:NAME, timm:NAME, transformers:FOLDER or a .pt2 file")
     built = value if isinstance(value, nn.Module) else value() if callable(value) else value
     if not isinstance(built, nn.Module):
         raise PlanError(
@@ -52,18 +54,22 @@ def load_model(spec: str) -> Loaded:
     return Loaded(built, getattr(module, "preprocess", None))
 
 
-def load_name(spec: str) -> tuple[ModuleType, Any]:
-    """The module and the object behind ``file.py:name`` or ``package.module:name``; raises PlanError for neither."""
+def load_name(spec: str, what: str = "name", others: str = "") -> tuple[ModuleType, Any]:
+    """The module and the object behind ``file.py:name`` or ``package.module:name``; raises PlanError for neither.
+
+    ``what`` it is to be, and what ``others`` than these two it could have been, for the message.
+    """
     source, _, name = spec.rpartition(":")
     if not source or not name:
-        raise PlanError(f"{spec!r} is no model: expected file.py:name, package.module:name, torchvision:NAME, "
-                        "timm:NAME, transformers:FOLDER or a .pt2 file")  # fmt: skip
+        raise PlanError(f"{spec!r} is no {what}: expected file.py:name or package.module:name{others}")
     module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
             own = [key for key, item in vars(module).items() if _is_own(item, module)]
-            raise PlanError(f"{spec}: {source} has no {part!r}: expected one of {_offered(part, own, vars(module))}")
+            offered = _offered(part, own, vars(module))
+            expected = f"expected one of {offered}" if offered else "nothing is defined there"
+            raise PlanError(f"{spec}: {source} has no {part!r}: {expected}")
         value = getattr(value, part)
     return module, value
 
@@ -113,23 +119,59 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _torchvision(name: str) -> Loaded:
-    """A model of torchvision by name, with random weights, and the preparation that its weights would want."""
+    """A model of torchvision by name, ``NAME`` or ``NAME@FILE``, and the preparation that its weights would want."""
+    name, _, file = name.partition("@")
     models = need("torchvision.models", for_=f"model 'torchvision:{name}'")
     if name not in models.list_models():
         raise PlanError(f"torchvision has no model {name!r}: expected one of {_offered(name, models.list_models())}")
-    weights = models.get_model_weights(name).DEFAULT
-    transform = weights.transforms()
-    return Loaded(models.get_model(name, weights=None).eval(), lambda image: transform(image).unsqueeze(0))
+    transform = models.get_model_weights(name).DEFAULT.transforms()
+    model = _with_weights(lambda: models.get_model(name, weights=None), f"torchvision:{name}", file)
+    return Loaded(model, lambda image: transform(image).unsqueeze(0))
 
 
 def _timm(name: str) -> Loaded:
-    """A model of timm by name, with random weights, and its preparation of images."""
+    """A model of timm by name, ``NAME`` or ``NAME@FILE``, and its preparation of images."""
+    name, _, file = name.partition("@")
     timm = need("timm", for_=f"model 'timm:{name}'")
     if not timm.is_model(name):
         raise PlanError(f"timm has no model {name!r}: expected one of {_offered(name, timm.list_models())}")
-    model = timm.create_model(name, pretrained=False).eval()
+    model = _with_weights(lambda: timm.create_model(name, pretrained=False), f"timm:{name}", file)
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
     return Loaded(model, lambda image: transform(image).unsqueeze(0))
+
+
+def _with_weights(build: Callable[[], nn.Module], spec: str, file: str) -> nn.Module:
+    """The model that ``build`` makes, in eval mode, with the weights of ``file``; of seed 0, and told, where it is "".
+
+    The file is a state dict, as safetensors or of ``torch.save``. Raises PlanError for one that does not fit.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = build().eval()
+    if not file:
+        print(
+            f"gaff: {spec} has random weights (of seed 0): for trained ones name a file of them, {spec}@weights.pth, or "
+            "what builds the model, file.py:name",
+            file=sys.stderr,
+        )
+        return model
+    if not Path(file).is_file():
+        raise PlanError(f"{file!r} is no file: expected weights of {spec}, a state dict as .safetensors or .pth")
+    if file.endswith(".safetensors"):
+        state = need("safetensors.torch", "files", for_=f"weights {file!r}").load_file(file)
+    else:
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise PlanError(
+                f"{file!r} cannot be read: expected a state dict, which holds nothing but tensors"
+            ) from error
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        first = str(error).strip().partition("\n")[2].strip() or str(error)
+        raise PlanError(f"{file!r} does not fit {spec}: {first.splitlines()[0]:.300}") from error
+    return model
 
 
 def _transformers(folder: str) -> Loaded:

@@ -42,8 +42,9 @@ class Trace:
     ``given``: what stands for the inputs. ``edges``: (row, row, known): the second was given what the first has made;
     where nobody is known to have made it, for it was an op, the first is the call before. ``pictures``: with
     ``gaff.trace(..., pictures=True)``. ``unused_modules`` were not called; ``unused_parameters`` require grad and got
-    none, or, without a backward pass, the output does not depend on them. ``tokens``: of the first text that the model
-    was given, in order; numbers, until ``with_tokens`` names them.
+    none, or, without a backward pass, no gradient would come to them from the output: they may act on it all the same,
+    as under ``no_grad``. ``tokens``: of the first text that the model was given, in order; numbers, until
+    ``with_tokens`` names them.
     """
 
     model: str

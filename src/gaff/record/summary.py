@@ -62,7 +62,7 @@ class Summary:
 
     def __str__(self) -> str:
         each = f" (median {_duration(self.step_s)})" if self.step_s else ""
-        lasted = f" in {_duration(self.seconds)}{each}" if self.seconds else ""
+        lasted = f", those after the first in {_duration(self.seconds)}{each}" if self.seconds else ""
         where = f" on {self.device}" if self.device else ""
         return f"{self.steps} {'step' if self.steps == 1 else 'steps'}{lasted}{where}; {self.ended}"
 

@@ -69,16 +69,16 @@ def to_json(requests: Sequence[Request], options: Options, tensors: dict[str, Te
     return json.dumps({"gaff_plan": _FORMAT, "requests": rows, "options": _options_dict(options)}, indent=1)
 
 
-def from_json(text: str, tensors: dict[str, Tensor]) -> Asked:
+def from_json(text: str, tensors: dict[str, Tensor], named: str = "plan") -> Asked:
     """The requests and options of which ``to_json`` wrote ``text``. Raises RecordError when ``text`` is no plan.
 
-    ``tensors`` holds those that the text names; they are taken over, not copied.
+    ``tensors`` holds those that the text names; they are taken over, not copied. ``named``: the plan, in the message.
     """
     try:
         return _read(json.loads(text), tensors)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, GaffError) as error:
         what = str(error) if isinstance(error, GaffError) else f"{error!r:.200}"
-        raise RecordError(f"plan cannot be read: {what}; expected what Plan.to_json wrote") from None
+        raise RecordError(f"{named} cannot be read: {what}; expected what Plan.to_json wrote") from None
 
 
 def save(requests: Sequence[Request], options: Options, path: str | PathLike[str]) -> None:
@@ -118,14 +118,14 @@ def load(path: str | PathLike[str]) -> Asked:
     except (OSError, ValueError) as error:
         raise RecordError(f"plan {str(path)!r} cannot be read: {error}") from None
     if '"tensor"' not in text or not beside.exists():
-        return from_json(text, {})
+        return from_json(text, {}, f"plan {str(path)!r}")
     library = extras.need("safetensors.torch", "files", for_="a plan with tensors")
     failure: Any = extras.need("safetensors").SafetensorError
     try:
         tensors = library.load_file(beside)
     except (OSError, ValueError, failure) as error:
         raise RecordError(f"tensors {str(beside)!r} of the plan cannot be read: {error}") from None
-    asked = from_json(text, tensors)
+    asked = from_json(text, tensors, f"plan {str(path)!r}")
     if json.loads(text).get("digest") != digest_of(*asked):
         raise RecordError(f"{str(beside)!r} holds the tensors of another plan: expected both files of one plan.save")
     return asked

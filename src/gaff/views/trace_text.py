@@ -77,14 +77,15 @@ def _cells(trace: Traced) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 
 
 def _call_cells(row: CallRow, has_backward: bool) -> tuple[str, ...]:
-    """The cells of one call; ``dtype`` stands behind the output's shape where it is not float32."""
+    """The cells of one call; ``dtype``, of the first output, stands behind its shape where it is not float32."""
+    first, comma, others = row.output.partition(",")
     numbers = row.statistics
     values = () if numbers is None else (numbers.mean, numbers.std, numbers.min, numbers.max)
     cells = (
         row.site,
         row.cls,
         row.input,
-        f"{row.output} {row.dtype}".strip() if row.dtype not in ("", "float32") else row.output,
+        f"{first} {row.dtype}".strip() + comma + others if row.dtype not in ("", "float32") else row.output,
         count_text(row.parameters) if row.parameters else "",
         _milliseconds(row.time_s),
         count_text(row.flops) if row.flops else "",
@@ -114,7 +115,8 @@ def endings(trace: Traced) -> list[str]:
     if trace.unused_modules:
         lines.append(f"never called: {', '.join(trace.unused_modules)}")
     if trace.unused_parameters:
-        lines.append(f"without influence on the output: {', '.join(trace.unused_parameters)}")
+        way = "no gradient came to" if trace.has_backward else "no gradient would come from the output to"
+        lines.append(f"{way}: {', '.join(trace.unused_parameters)}")
     lines += [f"note: {note}" for note in trace.notes]
     return ["", *lines] if lines else []
 
