@@ -454,3 +454,29 @@ def test_what_guessing_gives_among_many_classes_is_of_the_labels_of_all_looks(ki
     assert abs(guess - math.log(500)) < 0.15
     assert told.state == ("healthy" if kind == "learned" else "suspicious")
     assert told.name == ("" if kind == "learned" else "labels_do_not_belong")
+
+
+class Tabular(nn.Module):
+    """Numbers beside a category that is embedded before them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(5, 3), nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, numbers, category):
+        embedded = self.embed(category)
+        return self.layers(torch.cat([numbers, embedded], 1))
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_inputs_that_were_not_standardised_are_told_beside_embeddings(tmp_path, scale):
+    torch.manual_seed(0)
+    model = Tabular()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(scale * torch.rand(16, 3), torch.randint(0, 5, (16,))).square().mean().backward()
+            optimizer.step()
+    told = [one.rule for one in gaff.load(tmp_path / "run").findings]
+    assert ("input_scale" in told) is (scale > 1)

@@ -150,8 +150,8 @@ def _with_weights(build: Callable[[], nn.Module], spec: str, file: str) -> nn.Mo
         model = build().eval()
     if not file:
         print(
-            f"gaff: {spec} has random weights (of seed 0): for trained ones name a file of them, {spec}@weights.pth, or "
-            "what builds the model, file.py:name",
+            f"gaff: {spec} has random weights (of seed 0): for trained ones name a file of them, {spec}@weights.pth, "
+            "or what builds the model, file.py:name",
             file=sys.stderr,
         )
         return model

@@ -12,7 +12,8 @@ from gaff.errors import PlanError
 
 MODEL_HELP = (
     "file.py:name, package.module:name (a module, or what builds one), torchvision:NAME or timm:NAME "
-    "(random weights; those of a file: timm:NAME@weights.pth), transformers:FOLDER, or a torch.export file ending in .pt2"
+    "(random weights; those of a file: timm:NAME@weights.pth), transformers:FOLDER, or a "
+    "torch.export file ending in .pt2"
 )
 INPUT_HELP = (
     "randn:1x3x224x224 (also zeros:, ones:, randint:1x16:100), an image file, .npy, .safetensors, file.py:name, "

@@ -61,10 +61,10 @@ def is_normalised(sample: Sample, model: str, rms: float) -> bool:
     """Whether the model brings its input, of this rms, to another scale before its first layer with weights.
 
     Weights as torch initialises them, uniform and with a deviation of one over the root of three times the inputs of a
-    unit, make rms / sqrt(3) of it.
+    unit, make rms / sqrt(3) of it. Embeddings are given other inputs, and are passed over.
     """
     for key, row in sample.port("output").items():
         known = sample.parameters.get((model, f"{path_of(key[1])}.weight:param"))
-        if key[0] == model and known is not None:
+        if key[0] == model and known is not None and known.kind != "embedding":
             return known.kind != "weight" or (row.count > 0 and row.rms < 0.1 * rms / math.sqrt(3))
     return False
