@@ -308,7 +308,7 @@ def least_of_one_answer(loss_of, width):
 
     for _ in range(5):
         loss = optimizer.step(closure)
-    return float(loss)
+    return float(loss.detach())
 
 
 WEIGHTS = torch.tensor([1.0, 3.0, 7.0])

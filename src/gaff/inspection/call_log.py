@@ -95,7 +95,6 @@ class CallLog:
         self.album = album
         self.given: TensorMarks | None = None  # of what the model was given
         self.class_name: Callable[[int], str] = str  # of a class of the model's output
-        self.has_begun_backward = False  # until then gradients are those of passes that the forward itself runs
         self.own: set[int] = set()  # identities of parameters and buffers, which no call has made
         # who made a tensor, by its identity, and its version then; by its autograd node; what came before others
         self._made: dict[int, tuple[weakref.ref[Tensor], CallNotes, int]] = {}
@@ -111,7 +110,6 @@ class CallLog:
 
     def forget_gradients(self) -> None:
         """Begin to note gradients: a pass that matters comes now, and what came before was of others."""
-        self.has_begun_backward = True
         for call in self.calls:
             came = [port for port, one in call.gradients.items() if one.norm is not None or one.shape]
             call.gradients.update({port: Gradient(reason=NOT_REACHED) for port in came})
@@ -325,8 +323,8 @@ class GradientLog(Stream):
     def add(self, value: Any, run: Any, call: int) -> None:
         """A gradient came: note its shape, norm and marks, and draw it. Waits for the device."""
         noted = self._note(run, call, gradient_of(value))
-        album = self._log.album if self._log.has_begun_backward else None
-        if album is not None and self._port == "grad_output" and self._site.op is None:
+        album = self._log.album
+        if album is not None and album.takes_gradients and self._port == "grad_output" and self._site.op is None:
             call = noted.call if noted is not None else call  # pictures are named by entries, as rows are
             if not self._site.path:
                 album.note_class(value, self._log.class_name)

@@ -38,6 +38,7 @@ class Album:
 
     def __init__(self, sites: int) -> None:
         self.pictures: list[Picture] = []
+        self.takes_gradients = False  # until then they are those of passes that the forward itself runs
         self._room = max(_LEAST, min(_MOST, _ROOM // max(1, sites)))
         self._maps: dict[str, Tensor] = {}  # feature maps that wait for their gradients
         self._class = ""  # whose score backward runs from, for the titles of class activation maps
@@ -104,7 +105,8 @@ class Album:
             self._class = f" of class {names(int(places[0]))}"
 
     def forget_gradients(self) -> None:
-        """Let go of the pictures of gradients, which were those of another pass."""
+        """Draw gradients from now on: a pass that matters comes, and those that there are were of another."""
+        self.takes_gradients = True
         self.pictures = [one for one in self.pictures if not one.title.startswith(_OF_GRADIENT)]
 
     def add_class_activation(self, site: str, gradient: Tensor) -> None:
