@@ -214,11 +214,15 @@ def holds_parts(parts: Sequence[RankPart]) -> bool:
     return any(one.get("kind") == "model" and one.get("places") for part in parts for _, one in part.events)
 
 
-def norm_together(parts: Sequence[RankPart]) -> tuple[list[int], list[float]]:
+def scalar_together(parts: Sequence[RankPart], name: str, rank: str) -> tuple[list[int], list[float]]:
     """Steps that all processes have looked at, and the L2 norm of all gradients, of which each part counts once.
 
-    Infinite where any process has met an element that is not finite, as ``grad_norm`` of one process is.
+    Infinite where any process has met an element that is not finite, as ``grad_norm`` of one process is. Raises
+    RecordError for another ``name`` than that, or another ``rank`` than "all".
     """
+    if rank != "all" or name != "grad_norm":
+        ranks = [part.rank for part in parts]
+        raise RecordError(f"{name!r} with rank={rank!r}: expected one of {ranks}; 'all' is for 'grad_norm'")
     told = [_times(part, "grad_norm") for part in parts]
     steps = sorted(set.intersection(*(set(one) for one in told))) if told else []
     keys = dict.fromkeys(

@@ -28,7 +28,7 @@ from gaff.record.flight import Flight, read_left, read_ring, steps_of
 from gaff.record.label_order import label_order
 from gaff.record.log import MAGIC, LogReader
 from gaff.record.part import RankPart
-from gaff.record.ranks import divergence, holds_parts, lost, norm_together, slow, together
+from gaff.record.ranks import divergence, holds_parts, lost, scalar_together, slow, together
 from gaff.record.run_case import RunCase, SingleSteps, Unstepped
 from gaff.record.sample import acts
 from gaff.record.statistics import DERIVED, value_of
@@ -218,13 +218,11 @@ class Record:
         """A number of each step: ``loss`` (the first that was found), ``loss:NAME`` or NAME, ``lr``, ``grad_norm`` ...
 
         Steps without one are left out. ``rank``: a process, or "all" for ``grad_norm`` of all parts of the parameters,
-        of which with FSDP2 and tensor parallelism a process has its share; it is told for the steps that all have
-        looked at. Raises RecordError with the names that there are, and for others of all processes.
+        at the steps that all have looked at: with FSDP2 and tensor parallelism a process tells that of its share.
+        Raises RecordError with the names that there are, and for other numbers of all processes.
         """
-        if rank == "all" and name == "grad_norm" and name in self.scalars:
-            return Series(*norm_together(self._parts))
         if isinstance(rank, str):
-            raise RecordError(f"{name!r} with rank={rank!r}: expected one of {self.ranks}; 'all' is for 'grad_norm'")
+            return Series(*scalar_together(self._parts, name, rank))
         series = self.part(rank).series
         if name == "loss":
             name = next((one for one in series if one.startswith("loss:")), name)
@@ -235,11 +233,6 @@ class Record:
         is_missing = is_absent if name.startswith("loss") else math.isnan
         kept = [(step, value) for step, value in pairs if not is_missing(value)]
         return Series([step for step, _ in kept], [value for _, value in kept])
-
-    @property
-    def holds_parts(self) -> bool:
-        """Whether its processes hold parts of the parameters, so that ``grad_norm`` of one of them is a share."""
-        return len(self._parts) > 1 and holds_parts(self._parts)
 
     @property
     def scalars(self) -> list[str]:
@@ -412,6 +405,12 @@ def _case(record: Record) -> RunCase:
         _reach(looks),
         label_order(told),
     )  # fmt: skip
+
+
+def norm_of_all(record: Record) -> Series:
+    """The norm of all gradients of a run as a whole: of all parts where processes hold parts of the parameters."""
+    is_share = len(record.ranks) > 1 and holds_parts(record._parts)
+    return record.scalar("grad_norm", "all" if is_share else record.ranks[0])
 
 
 def _guesses(looks: list[tuple[int, dict[str, Any]]]) -> dict[str, float]:

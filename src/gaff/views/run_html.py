@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gaff.record.finding import Finding
-from gaff.record.run import Record
+from gaff.record.run import Record, norm_of_all
 from gaff.record.summary import summary_of
 from gaff.views.notebook import Cell, Shown, cell, colored, safe, sparkline_image, table_html
 from gaff.views.run_text import gradient_of, next_commands, number, series_of
@@ -60,10 +60,9 @@ def findings_html(findings: Sequence[Finding]) -> Shown:
 def _curves(record: Record) -> Shown:
     """The losses and what else is known of every step, each with a small curve."""
     rows: list[tuple[Cell, ...]] = []
-    is_share = record.holds_parts
     for name in record.scalars:
         if name.startswith("loss:") or name in ("grad_norm", "lr", "scale"):
-            series = record.scalar(name, "all" if is_share and name == "grad_norm" else record.ranks[0])
+            series = norm_of_all(record) if name == "grad_norm" else record.scalar(name, record.ranks[0])
             if len(series):
                 title = f"{name.removeprefix('loss:')} over {len(series)} steps"
                 rows.append((name.removeprefix("loss:").replace("_", " "), sparkline_image(series.values, title),

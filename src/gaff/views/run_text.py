@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gaff.record.finding import Finding
-from gaff.record.run import Record, Series
+from gaff.record.run import Record, Series, norm_of_all
 from gaff.record.summary import summary_of
 from gaff.record.verdict import LEAST_LOOKS
 from gaff.views.text import counted, table
@@ -112,10 +112,9 @@ def report(
     The last lines say what was looked at and how much of the run's time that took.
     """
     parts = [f"{record.path}: {verdict(record)}", *reasons(record)]
-    is_share = record.holds_parts
     for name in record.scalars:
         if name.startswith("loss:") or name in ("grad_norm", "lr", "scale"):
-            series = record.scalar(name, "all" if is_share and name == "grad_norm" else record.ranks[0])
+            series = norm_of_all(record) if name == "grad_norm" else record.scalar(name, record.ranks[0])
             if len(series):
                 ends = f"{number(series.values[0])} to {number(series.values[-1])}"
                 parts.append(f"{name.removeprefix('loss:'):<12} {sparkline(series.values, plain=plain)} {ends}")
