@@ -21,6 +21,7 @@ from gaff.record.trace_rows import (
     CallRow,
     Fingerprint,
     Gradient,
+    ModuleSetting,
     ParameterRow,
     build_row,
     call_row,
@@ -44,7 +45,7 @@ class Trace:
     ``gaff.trace(..., pictures=True)``. ``unused_modules`` were not called; ``unused_parameters`` require grad and got
     none, or, without a backward pass, no gradient would come to them from the output: they may act on it all the same,
     as under ``no_grad``. ``tokens``: of the first text that the model was given, in order; numbers, until
-    ``with_tokens`` names them.
+    ``with_tokens`` names them. ``modules``: how those were set that were called.
     """
 
     model: str
@@ -60,6 +61,7 @@ class Trace:
     edges: tuple[tuple[int, int, bool], ...] = ()
     pictures: tuple[Picture, ...] = ()
     tokens: tuple[str, ...] = ()
+    modules: tuple[ModuleSetting, ...] = ()
 
     def __str__(self) -> str:
         return trace_text.render_table(self)
@@ -113,8 +115,8 @@ class Trace:
 
         A number that is not finite, for which JSON has no word, is an object: ``{"number": "nan"}``.
         """
-        told = asdict(replace(self, rows=(), parameters=(), pictures=()))
-        told |= {name: [row_dict(row) for row in getattr(self, name)] for name in ("rows", "parameters")}
+        told = asdict(replace(self, rows=(), parameters=(), modules=(), pictures=()))
+        told |= {name: [row_dict(row) for row in getattr(self, name)] for name in ("rows", "parameters", "modules")}
         told["pictures"] = [one.to_dict() for one in self.pictures]
         return json.dumps(worded({"gaff_trace": _FORMAT, **told}), indent=1, allow_nan=False)
 
@@ -130,6 +132,7 @@ class Trace:
                 build_row(ParameterRow, {**row, "grad": optional_row(Gradient, row["grad"])})
                 for row in data["parameters"]
             )
+            data["modules"] = tuple(build_row(ModuleSetting, row) for row in data.get("modules", ()))
             for name in ("unused_modules", "unused_parameters", "notes", "tokens"):
                 data[name] = tuple(str(item) for item in data.get(name, ()))
             data["given"] = _fingerprint(data.get("given", ""))

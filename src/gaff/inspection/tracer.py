@@ -42,7 +42,7 @@ from gaff.inspection.sketches import digests_of_some
 from gaff.inspection.trace import Trace
 from gaff.inspection.untouched import untouched
 from gaff.record.picture import Picture
-from gaff.record.trace_rows import CallRow, ParameterRow
+from gaff.record.trace_rows import CallRow, ModuleSetting, ParameterRow
 
 Backward = Callable[[Any], Any]
 
@@ -316,6 +316,7 @@ def _build(
     )
     pictures = tuple(_named(one, counts) for one in log.album.pictures) if log.album is not None else ()
     called = {id(classes[site.path]) for site in counts}
+    settings = tuple(_setting_of(path, module) for path, module, _ in modules if id(module) in called)
     unused = [path for path, module, _ in modules if path and not is_container(module) and id(module) not in called]
     states = []
     without: list[str] = []
@@ -332,7 +333,14 @@ def _build(
         if parameter.requires_grad and is_unused and not parameter.is_meta:  # of which nobody knows
             without.append(path)
     name = type(unwrap(model)).__name__
-    return Trace(name, rows, tuple(states), tuple(unused), tuple(without), **facts, edges=edges, pictures=pictures)
+    return Trace(name, rows, tuple(states), tuple(unused), tuple(without), **facts, edges=edges, pictures=pictures,
+                 modules=settings)  # fmt: skip
+
+
+def _setting_of(path: str, module: nn.Module) -> ModuleSetting:
+    """How a module was set; of a class of somebody else nobody knows what its code for ``print`` does."""
+    is_own = type(module).__module__.startswith("torch.nn.")
+    return ModuleSetting(path, module.training, module.extra_repr() if is_own else "")
 
 
 def _row(call: CallNotes, module: nn.Module, count: int) -> CallRow:
@@ -340,8 +348,7 @@ def _row(call: CallNotes, module: nn.Module, count: int) -> CallRow:
 
     ``count``: calls of this site in the run; a site that was called once is told without the call.
     """
-    is_module = call.site.op is None
-    owned = list(module._parameters.values()) if is_module else []
+    owned = [] if call.site.op is not None else list(module._parameters.values())
     own = sum(parameter.numel() for parameter in owned if parameter is not None)
     site, returned = replace(call.site, call=call.call if count > 1 else None), call.returned
     return CallRow(
@@ -360,6 +367,4 @@ def _row(call: CallNotes, module: nn.Module, count: int) -> CallRow:
         grad_output=call.gradients.get("grad_output"),
         grad_input=call.gradients.get("grad_input"),
         fingerprint=fingerprint_of(returned.marks),
-        settings=module.extra_repr() if is_module and type(module).__module__.startswith("torch.nn.") else "",
-        training=module.training if is_module else None,
     )

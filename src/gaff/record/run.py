@@ -218,8 +218,7 @@ class Record:
         """A number of each step: ``loss`` (the first that was found), ``loss:NAME`` or NAME, ``lr``, ``grad_norm`` ...
 
         Steps without one are left out. ``rank``: a process, or "all" for ``grad_norm`` of all parts of the parameters,
-        at the steps that all have looked at: with FSDP2 and tensor parallelism a process tells that of its share.
-        Raises RecordError with the names that there are, and for other numbers of all processes.
+        of which one tells its share. Raises RecordError with the names that there are, and for others of all processes.
         """
         if isinstance(rank, str):
             return Series(*scalar_together(self._parts, name, rank))
@@ -250,8 +249,6 @@ class Record:
         key = _find(self.names(), site, self.path)
         if rank == "all":
             return Series(*together(self._parts, key, stat, phase))
-        if isinstance(rank, str):
-            raise RecordError(f"rank={rank!r}: expected one of {self.ranks} or 'all'")
         steps, values = [], []
         stats: dict[str, None] = {}
         part = self.part(rank)
@@ -296,7 +293,7 @@ class Record:
     def __repr__(self) -> str:
         return f"<gaff record {str(self.path)!r}: {self.steps} steps, {len(self.findings)} findings>"
 
-    def part(self, rank: int = 0) -> RankPart:
+    def part(self, rank: int | str = 0) -> RankPart:
         """What one process has written. Raises RecordError where there is none of this rank."""
         part = next((one for one in self._parts if one.rank == rank), None)
         if part is None:

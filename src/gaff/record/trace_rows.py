@@ -69,8 +69,7 @@ class CallRow:
     """One call of one module, or of an op, whose ``cls`` is its place in the code.
 
     Shapes are texts such as ``1x3x8x8``; ``dtype`` and ``statistics`` are those of the first output tensor,
-    ``fingerprint`` is that of all of them. ``settings``: of a module of torch, as ``print`` tells them, such as
-    ``(16,), eps=1e-05``; ``training``: whether the module was in training mode, None for an op.
+    ``fingerprint`` is that of all of them.
     """
 
     site: str
@@ -88,13 +87,25 @@ class CallRow:
     grad_output: Gradient | None = None
     grad_input: Gradient | None = None
     fingerprint: Fingerprint = Fingerprint()
-    settings: str = ""
-    training: bool | None = None
 
     @property
     def path(self) -> str:
         """The path of the module that was called, or in whose forward the op is."""
         return parse_site(self.site).path
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSetting:
+    """How a module was set: its mode and, of one of torch's own, what ``print`` tells, such as ``(16,), eps=1e-05``."""
+
+    path: str
+    training: bool
+    settings: str = ""
+
+    @property
+    def mode(self) -> str:
+        """The word for its mode."""
+        return "training" if self.training else "eval"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +131,7 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def row_dict(row: CallRow | ParameterRow) -> dict[str, Any]:
+def row_dict(row: CallRow | ModuleSetting | ParameterRow) -> dict[str, Any]:
     """A row as JSON has it: that of a call with its path, and fingerprints not as parts of their own."""
     head = {"site": row.site, "path": row.path} if isinstance(row, CallRow) else {}
     return {**head, **asdict(row, dict_factory=_flat)}
@@ -182,6 +193,10 @@ class Traced(Protocol):
     @property
     def rows(self) -> tuple[CallRow, ...]:
         """All calls in the order in which they were entered: a module comes before what is inside it."""
+
+    @property
+    def modules(self) -> tuple[ModuleSetting, ...]:
+        """How each module was set that was called."""
 
     @property
     def parameters(self) -> tuple[ParameterRow, ...]:

@@ -55,19 +55,14 @@ def summary(trace: Traced) -> str:
     elements = sum(row.elements for row in trace.parameters)
     frozen = sum(row.elements for row in trace.parameters if not row.requires_grad)
     told = f" ({'all' if frozen == elements else count_text(frozen)} frozen)" if frozen else ""
-    modes = {row.training for row in trace.rows} - {None}
-    mode = "" if not modes else ", partly in eval mode" if len(modes) > 1 else f", in {mode_text(*modes)} mode"
+    modes = {row.mode for row in trace.modules}
+    mode = "" if not modes else ", partly in eval mode" if len(modes) > 1 else f", in {modes.pop()} mode"
     flops = f"{count_text(sum(row.flops for row in top))} flops, " if trace.has_flops else ""
     return (
         f"{trace.model} on {trace.device}: {len(trace.rows)} calls, {count_text(elements)} parameters{told}, "
         f"{flops}{_milliseconds(sum(row.time_s for row in top))} "
         f"while watched{mode}"
     )
-
-
-def mode_text(is_training: bool | None) -> str:
-    """The word for the mode of a module."""
-    return "training" if is_training else "eval"
 
 
 def _cells(trace: Traced) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

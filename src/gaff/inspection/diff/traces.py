@@ -17,7 +17,6 @@ from gaff.inspection.diff.difference import ROUNDOFF, Difference, DiffRow, shown
 from gaff.inspection.diff.pairs import Pair, Pairing, renaming
 from gaff.inspection.trace import Trace
 from gaff.record.trace_rows import CallRow, Fingerprint, Gradient, ParameterRow
-from gaff.views.trace_text import mode_text
 
 _OFTEN = 8.0  # roundings that an op may add up to: chosen, as in backward error bounds that hold in the mean
 _LITTLE = 2.0**-60  # a difference too small to be told
@@ -230,18 +229,22 @@ def _settings(a: Trace, b: Trace, pairs: Sequence[Pair]) -> Iterator[str]:
     Classes and settings are compared of modules without calls inside: of others the parts say what differs.
     """
     inner_a, inner_b = _has_no_calls(a), _has_no_calls(b)
-    both = [(a.rows[pair.a], b.rows[pair.b]) for pair in pairs]
-    both = [(one, other) for one, other in both if one.training is not None and other.training is not None]
-    leaves = [(a.rows[pair.a], b.rows[pair.b]) for pair in pairs if inner_a[pair.a] and inner_b[pair.b]]
-    leaves = [(one, other) for one, other in leaves if one.training is not None and other.training is not None]
-    modes = [(one.site, mode_text(one.training), mode_text(other.training)) for one, other in both]
-    classes = [(one.site, one.cls, other.cls) for one, other in leaves]
-    settings = [(one.site, one.settings, other.settings) for one, other in leaves if one.cls == other.cls]
+    set_a, set_b = ({row.path: row for row in trace.modules} for trace in (a, b))
+    modes, classes, settings = [], [], []
+    for pair in pairs:
+        one, other = a.rows[pair.a], b.rows[pair.b]
+        known = set_a.get(one.path), set_b.get(other.path)
+        if known[0] is None or known[1] is None or "/" in one.site + other.site:  # of an op
+            continue
+        modes.append((one.site, known[0].mode, known[1].mode))
+        if inner_a[pair.a] and inner_b[pair.b]:
+            classes.append((one.site, one.cls, other.cls))
+            settings += [(one.site, known[0].settings, known[1].settings)] * (one.cls == other.cls)
     for found, form in ((modes, "in {} mode"), (classes, "a {}"), (settings, "{}")):
         odd = [(site, one, other) for site, one, other in found if one != other]
-        for site, one, other in odd[:1]:
+        for site, here, there in odd[:1]:
             count = "all" if len(odd) == len(found) > 1 else str(len(odd))
-            words = f"{form.format(one or 'plain')} in A and {form.format(other or 'plain')} in B"
+            words = f"{form.format(here or 'plain')} in A and {form.format(there or 'plain')} in B"
             yield f"{site} is {words}" + (f", the first of {count} calls so" if len(odd) > 1 else "")
 
 
