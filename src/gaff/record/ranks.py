@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gaff.errors import RecordError
 from gaff.record.finding import Finding
-from gaff.record.statistics import BY_NAME, STATISTICS, merged
+from gaff.record.statistics import BY_NAME, STATISTICS, merged, value_of
 
 if TYPE_CHECKING:
     from gaff.record.part import RankPart
@@ -211,7 +211,7 @@ def together(parts: Sequence[RankPart], key: tuple[str, str], stat: str, phase: 
 
 def holds_parts(parts: Sequence[RankPart]) -> bool:
     """Whether processes hold parts of parameters, so that what each tells of its gradients is a share."""
-    return any(one.get("kind") == "model" and one.get("places") for part in parts for _, one in part.events)
+    return any(map(_places, parts))
 
 
 def scalar_together(parts: Sequence[RankPart], name: str, rank: str) -> tuple[list[int], list[float]]:
@@ -225,24 +225,29 @@ def scalar_together(parts: Sequence[RankPart], name: str, rank: str) -> tuple[li
         raise RecordError(f"{name!r} with rank={rank!r}: expected one of {ranks}; 'all' is for 'grad_norm'")
     told = [_times(part, "grad_norm") for part in parts]
     steps = sorted(set.intersection(*(set(one) for one in told))) if told else []
-    keys = dict.fromkeys(
-        key
-        for part in parts
-        for at in range(len(part.tables))
-        if (table := part.table(at)) is not None and table.phase == "train"
-        for key in table.layout.rows
-        if key[1].endswith(":grad")
-    )
     squares = dict.fromkeys(steps, 0.0)
-    for key in keys:
-        rows = _distinct(parts, key, "train")
-        for step in steps:
-            there = [one[step] for one in rows if step in one]
-            norm = merged(there, "norm")
-            squares[step] += 0.0 if math.isnan(norm) else norm * norm
-    return steps, [
-        math.inf if any(math.isinf(one[step]) for one in told) else math.sqrt(squares[step]) for step in steps
-    ]
+    owner: dict[tuple[tuple[str, str], str], int] = {}  # of several that hold the same part one counts
+    for part in parts:
+        places = _places(part)
+        for at, (step, _) in enumerate(part.tables):
+            table = part.table(at) if step in squares else None
+            if table is None or table.phase != "train":
+                continue
+            for row, key in enumerate(table.layout.rows):
+                path, _, port = key[1].rpartition(":")
+                if port == "grad" and owner.setdefault((key, places.get((key[0], path), "")), part.rank) == part.rank:
+                    norm = value_of(table.columns, row, "norm")
+                    squares[step] += norm * norm if norm and norm > 0 else 0.0  # NaN where a process has no element
+    is_odd = {step for step in steps if any(math.isinf(one[step]) for one in told)}
+    return steps, [math.inf if step in is_odd else math.sqrt(squares[step]) for step in steps]
+
+
+def _places(part: RankPart) -> dict[tuple[str, str], str]:
+    """By model and path of a parameter which part of it a process has; those that it has whole are not there."""
+    told = [one for _, one in part.events if one.get("kind") == "model"]
+    return {
+        (str(one.get("name")), path): str(place) for one in told for path, place in (one.get("places") or {}).items()
+    }
 
 
 def _distinct(parts: Sequence[RankPart], key: tuple[str, str], phase: str) -> list[Rows]:
