@@ -71,7 +71,8 @@ def capture(  # noqa: PLR0913  # what to keep, and how
         budget: bytes, or text such as "4GB"; None: half of the memory that is free.
         evict: when the budget is exceeded "raise" PlanError, or let the "oldest" go.
         clone: copy at once instead of copy-on-write. reference: do not clone parameters.
-        graph: keep the autograd graph of the values.
+        graph: keep the autograd graph of the values, for a loss on them. What the model goes on with is another tensor:
+            the gradient that comes to a site is asked for as ``fc:grad_output``, not by ``autograd.grad`` of the value.
         threads: "own", runs that this thread starts, or "all".
         tensors: every other keyword captures the gradient of the tensor that it is given, under this name.
 
