@@ -1,9 +1,12 @@
-"""By what a loss was multiplied before its backward pass, as the looks of a run tell it. Needs no torch."""
+"""By what a loss was multiplied before its backward pass, and what guessing gives, as looks tell it. No torch."""
 
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +31,32 @@ def factor_of(name: str, looks: list[Look]) -> float:
     """The factor of a loss that ``at_first_scale`` has left on its values; 1 where there is none."""
     factors = _told("factor", name, looks)
     return factors[0 if _is_faded(_told("weight", name, looks)) else -1] if factors else 1.0
+
+
+def guesses(looks: list[Look]) -> dict[str, float]:
+    """What guessing gives, by the name of a loss: the mean over the looks.
+
+    Of a loss over few classes it is the entropy of the labels of all looks together, since batches of a few have less;
+    of one over many, or with weights or smoothing, the last look has it, which was told by all labels so far.
+    """
+    found: dict[str, list[tuple[int, float]]] = {}
+    labels: dict[str, list[Counter[int]]] = {}
+    for step, one in looks:
+        if isinstance(one.get("guess"), float):
+            found.setdefault(str(one["guess_of"]), []).append((step, one["guess"]))
+            if isinstance(one.get("labels"), list):
+                labels.setdefault(str(one["guess_of"]), []).append(Counter(dict(enumerate(map(int, one["labels"])))))
+    guess = {name: statistics.fmean(value for _, value in at_first_scale(name, values, looks))
+             for name, values in found.items()}  # fmt: skip
+    pooled = {str(one["guess_of"]): one["guess"] for _, one in looks
+              if one.get("is_pooled") and isinstance(one.get("guess"), float)}  # fmt: skip
+    guess |= pooled
+    for name, counts in labels.items():
+        total = sum(counts, Counter())
+        if name not in pooled and len(counts) == len(found[name]) and total:
+            shares = [count / total.total() for count in total.values()]
+            guess[name] = factor_of(name, looks) * -sum(one * math.log(one) for one in shares)
+    return guess
 
 
 def _told(what: str, name: str, looks: list[Look]) -> list[float]:

@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from gaff.errors import RecordError
 from gaff.record.absent import is_absent
 from gaff.record.curve import Curve
 from gaff.record.experiments import Experiments, compare, read_tried
-from gaff.record.factors import at_first_scale, factor_of
+from gaff.record.factors import at_first_scale, factor_of, guesses
 from gaff.record.finding import SEVERITIES, Finding, by_severity
 from gaff.record.flight import ENDING as RING
 from gaff.record.flight import Flight, read_left, read_ring, steps_of
@@ -393,7 +392,7 @@ def _case(record: Record) -> RunCase:
     )
     is_raised, last = any(one.get("is_raised") for one in looks), told[-1][0] if told else None
     return RunCase(
-        by_severity(record.findings), record.steps, len(record.looks), losses, lr, _guesses(told),
+        by_severity(record.findings), record.steps, len(record.looks), losses, lr, guesses(told),
         max(optimizers, default=1), record.experiments, unstepped,
         SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search, is_raised, last),
         2 * sum(map(acts, looks)) > len(looks),
@@ -408,32 +407,6 @@ def norm_of_all(record: Record) -> Series:
     """The norm of all gradients of a run as a whole: of all parts where processes hold parts of the parameters."""
     is_share = len(record.ranks) > 1 and holds_parts(record._parts)
     return record.scalar("grad_norm", "all" if is_share else record.ranks[0])
-
-
-def _guesses(looks: list[tuple[int, dict[str, Any]]]) -> dict[str, float]:
-    """What guessing gives, by the name of a loss: the mean over the looks.
-
-    Of a loss over few classes it is the entropy of the labels of all looks together, since batches of a few have less;
-    of one over many, or with weights or smoothing, the last look has it, which was told by all labels so far.
-    """
-    found: dict[str, list[tuple[int, float]]] = {}
-    labels: dict[str, list[Counter[int]]] = {}
-    for step, one in looks:
-        if isinstance(one.get("guess"), float):
-            found.setdefault(str(one["guess_of"]), []).append((step, one["guess"]))
-            if isinstance(one.get("labels"), list):
-                labels.setdefault(str(one["guess_of"]), []).append(Counter(dict(enumerate(map(int, one["labels"])))))
-    guess = {name: statistics.fmean(value for _, value in at_first_scale(name, values, looks))
-             for name, values in found.items()}  # fmt: skip
-    pooled = {str(one["guess_of"]): one["guess"] for _, one in looks
-              if one.get("is_pooled") and isinstance(one.get("guess"), float)}  # fmt: skip
-    guess |= pooled
-    for name, counts in labels.items():
-        total = sum(counts, Counter())
-        if name not in pooled and len(counts) == len(found[name]) and total:
-            shares = [count / total.total() for count in total.values()]
-            guess[name] = factor_of(name, looks) * -sum(one * math.log(one) for one in shares)
-    return guess
 
 
 def _reach(looks: Iterable[Mapping[str, Any]]) -> tuple[float, float] | None:
