@@ -224,8 +224,15 @@ REFERENCE = "what is written to later is refused there, unless a module works in
 ARRAYS = "NumPy sees no memory of a GPU"
 AUTOCAST = "it switches on autocast of the CPU"
 KEPT = "it looks at how values of the CPU are kept"
+COPIED = "values of a model that works in place are copied there"
+PAST_TORCH = "there is no copy-on-write there that tells what is written past the version counter"
+ONE_THREAD = "the device on which tests make their tensors is that of one thread"
 
 ON_GPU = {
+    "test_reading_a_changed_argument_is_refused_and_clone_helps": COPIED,
+    "test_a_model_that_changes_the_parameter_in_its_forward_is_refused[past torch]": PAST_TORCH,
+    "test_a_model_that_changes_the_parameter_in_its_forward_is_refused[by NumPy]": ARRAYS,
+    "test_no_cross_talk": ONE_THREAD,
     "test_what_is_read_can_be_written_into": "readers share what is kept there",
     "test_a_skipped_module_is_not_run[tensor]": CONSTANTS,
     "test_what_an_edit_may_not_return_is_refused_at_the_site[device]": "it is the other device there",

@@ -132,15 +132,18 @@ def version_probe(tensor: Tensor) -> Tensor:
 
 
 def snapshot(tensor: Tensor) -> Tensor | None:
-    """What a tensor holds now, copy-on-write, by which ``is_as_in`` tells writes that the version counter misses.
+    """What a tensor holds now, by which ``is_as_in`` tells writes that the version counter misses.
 
-    None where there is no such copy: on other devices than the CPU, and for what lies in no plain memory of torch's.
+    On the CPU a copy-on-write copy. Elsewhere there is none, and what is returned shares the memory: it tells only that
+    the tensor was given other memory. None for what lies in no plain memory of torch's.
     """
     lazy = lazy_clone()
-    if lazy is None or type(tensor) is not Tensor or not tensor.is_cpu or tensor.is_quantized:
+    if lazy is None or type(tensor) is not Tensor or tensor.is_quantized:
         return None
     try:
         with outside_modes(), torch.no_grad():
+            if not tensor.is_cpu:
+                return tensor.detach()
             return lazy(tensor) if tensor.untyped_storage().resizable() else None
     except RuntimeError:  # torch's word for sparse, nested or borrowed memory
         return None
@@ -149,7 +152,8 @@ def snapshot(tensor: Tensor) -> Tensor | None:
 def is_as_in(tensor: Tensor, snapshot: Tensor | None) -> bool:
     """Whether a tensor holds what it held when ``snapshot`` was made of it; True where there is none.
 
-    Costs nothing unless torch has parted the two, for a write or because somebody asked for the address.
+    Costs nothing unless the two were parted: by torch, for a write or because somebody asked for the address, or by
+    who gave the tensor other memory.
     """
     if snapshot is None or address_of(tensor) == address_of(snapshot):
         return True
