@@ -165,12 +165,18 @@ def address_of(path: str, port: str) -> str:
     return f"{path}:{port}" if _PLAIN_PATH(path) else _printed(path) + port
 
 
+@lru_cache(maxsize=16384)
 def _split(address: str) -> tuple[str, str]:
-    """Path and port of an address. Most are plain, and told apart without being parsed: each look asks of each row."""
+    """Path and port of an address; rules ask for those of each row, many times a look."""
     path, colon, port = address.rpartition(":")
     if not colon:
         path, port = address, "output"
-    return (path, port) if _PLAIN_PATH(path) and port.isidentifier() else _parsed(address)
+    if _PLAIN_PATH(path) and port.isidentifier():  # as most are: nothing to parse
+        return path, port
+    if port == "update":  # of a parameter; no port that can be asked for
+        return parse_site(path).path, port
+    site = parse_site(address)
+    return site.path, site.port
 
 
 _PLAIN_PATH = re.compile(r"(?:\w+(?:\.\w+)*)?", re.ASCII).fullmatch
@@ -179,12 +185,3 @@ _PLAIN_PATH = re.compile(r"(?:\w+(?:\.\w+)*)?", re.ASCII).fullmatch
 @lru_cache(maxsize=4096)
 def _printed(path: str) -> str:
     return str(Site(path, port="param")).removesuffix("param")
-
-
-@lru_cache(maxsize=4096)
-def _parsed(address: str) -> tuple[str, str]:
-    """Path and port of an address with names that are quoted, or with a key."""
-    if address.endswith(":update"):  # of a parameter; no port that can be asked for
-        return parse_site(address.removesuffix(":update")).path, "update"
-    site = parse_site(address)
-    return site.path, site.port
