@@ -40,6 +40,8 @@ def test_trace_prints_a_table_a_tree_and_data(capsys, tmp_path):
     assert "    head.hidden  Linear  1x64 -> 1x32  2080 params" in out
     code, out, _ = run(capsys, "trace", DIGITS, IMAGE, "--json")
     assert json.loads(out)["rows"][0]["cls"] == "DigitNet"
+    code, out, _ = run(capsys, "trace", DIGITS, IMAGE, "--depth", "0")
+    assert "calls deeper inside left out" in out.splitlines()[3]
     code, out, _ = run(capsys, "trace", DIGITS, "randn:2x1x8x8", "--plain")
     assert out.splitlines()[1].split("\t")[:3] == ["site", "class", "input"]
     assert (tmp_path / "t.json").exists()

@@ -261,6 +261,50 @@ def test_of_several_steps_in_one_the_first_that_was_bad_is_told(first):
     assert (told.direction, told.site) == expected[first]
 
 
+class Distance(nn.Module):
+    """Its derivative by the input is not finite where that is zero, and its output is."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.fc(x) * x.pow(2).sum(-1, keepdim=True).sqrt()
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("way", ["handed out", "handed out of two", "of the leaf"])
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_gradient_that_the_step_goes_on_with_began_in_its_backward_pass(way, graph):
+    model, points = Distance(), torch.tensor([[0.0, 0.0], [1.0, 2.0]])
+
+    def step():
+        x = points.clone().requires_grad_()
+        y = model(x).sum() + (x.pow(2).sum() if way == "handed out of two" else 0.0)
+        if way == "of the leaf":
+            y.backward(create_graph=graph)
+            slope = x.grad
+        else:
+            (slope,) = torch.autograd.grad(y, x, create_graph=graph, retain_graph=True)
+        model(x.detach() + slope).mean().backward()
+
+    report = gaff.find_nonfinite(step, model=model)
+    assert (report.direction, report.site) == ("backward", "/sqrt#0")
+    assert report.cause.startswith("the derivative of sqrt at 0 is infinite (1 of 2 elements are 0)")
+
+
+def test_what_a_gradients_shape_has_and_no_backward_pass_made_was_there_before():
+    model, points = Distance(), torch.tensor([[float("nan"), 0.0], [1.0, 2.0]])
+
+    def step():
+        x = torch.ones(2, 2, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).sum(), x)
+        model(points + slope).mean().backward()
+
+    report = gaff.find_nonfinite(step, model=model)
+    assert (report.direction, report.module) == ("before", "(step)")
+
+
 def test_an_infinity_that_the_forward_pass_has_healed_is_the_origin_of_what_backward_makes_of_it():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     with torch.no_grad():

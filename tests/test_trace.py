@@ -158,6 +158,27 @@ def test_the_tree_folds_equal_blocks():
     ]
 
 
+def test_a_depth_leaves_out_what_lies_deeper_and_counts_its_parameters_in_what_holds_it():
+    weird = nn.ModuleDict({"a b": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
+    weird.forward = lambda x: weird["a b"](x)
+    model = nn.Sequential(nn.Linear(2, 2), weird, nn.Sequential(nn.Sequential(nn.Linear(2, 3))))
+    trace = gaff.trace(model, torch.randn(1, 2))
+    assert trace.tree(depth=1).splitlines()[1:] == [
+        ":output  Sequential  1x2 -> 1x3",
+        "  0  Linear  1x2 -> 1x2  6 params",
+        "  1  ModuleDict  1x2 -> 1x2  12 params",
+        "  2  Sequential  1x2 -> 1x3  9 params",
+        "(5 calls deeper inside left out; params of what holds them are those of all inside)",
+    ]
+    told = [line.split()[0] for line in trace.table(depth=2).splitlines()[2:-1]]
+    assert told == [":output", "0", "1", "1.`a", "2", "2.0"]
+    assert trace.tree(depth=0).splitlines()[1] == ":output  Sequential  1x2 -> 1x3  27 params"
+    assert trace.table(depth=9) == trace.table()
+    assert trace.tree(depth=9) == trace.tree()
+    with pytest.raises(ValueError, match="depth=-1: expected 0 for the model alone, or a number of levels below it"):
+        trace.table(depth=-1)
+
+
 def test_nonfinite_values_are_counted():
     class Bad(nn.Module):
         def forward(self, x):

@@ -20,6 +20,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add_backward(parser)
     parser.add_argument("--ops", action="store_true", help="also every op in the modules' own forwards")
     parser.add_argument("--tree", action="store_true", help="a tree instead of a table")
+    parser.add_argument("--depth", type=_depth, metavar="N", help="only calls at most N levels below the model")
     parser.add_argument(
         "--no-flops", action="store_true", help="do not count operations; times are closer to bare ones"
     )
@@ -61,7 +62,13 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_text(told.to_json())
     elif options.tree:
-        show(told.tree())
+        show(told.tree(depth=options.depth))
     else:
-        (print_text if options.plain else show)(told.table(is_plain=options.plain))
+        (print_text if options.plain else show)(told.table(depth=options.depth, is_plain=options.plain))
     return 0
+
+
+def _depth(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of levels: expected 0, 1, 2, ...")
+    return int(text)

@@ -68,13 +68,18 @@ class Trace:
 
     __repr__ = __str__
 
-    def table(self, width: int | None = None, *, is_plain: bool = False) -> str:
-        """The table cut to ``width`` characters; ``is_plain`` separates cells by tabs."""
-        return trace_text.render_table(self, width, is_plain=is_plain)
+    def table(self, width: int | None = None, *, depth: int | None = None, is_plain: bool = False) -> str:
+        """The table cut to ``width`` characters; ``is_plain`` separates cells by tabs.
 
-    def tree(self) -> str:
-        """The calls as a tree, indented by module; repeated blocks are folded."""
-        return trace_text.render_tree(self)
+        ``depth``: how many levels of calls below the model are told, 0 for the model alone, None for all. Of a call
+        whose inside is left out, ``params`` are those of all modules inside, and time, flops and memory what they are
+        in the full table. Raises ValueError for a negative depth.
+        """
+        return trace_text.render_table(self, width, depth=depth, is_plain=is_plain)
+
+    def tree(self, *, depth: int | None = None) -> str:
+        """The calls as a tree, indented by module; repeated blocks are folded. ``depth``: as for ``table``."""
+        return trace_text.render_tree(self, depth=depth)
 
     def with_tokens(self, names: Callable[[list[int]], Sequence[str]]) -> Trace:
         """The same trace with the tokens of its input by name, as its page shows them.

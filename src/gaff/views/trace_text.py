@@ -8,9 +8,11 @@ the table.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gaff.views.text import bytes_text, count_text, fold, table
+from gaff.address.grammar import parse_site
+from gaff.views.text import bytes_text, count_text, counted, fold, table
 
 if TYPE_CHECKING:
     from gaff.record.trace_rows import CallRow, Gradient, Traced
@@ -22,27 +24,53 @@ _RIGHT = ("params", "time", "flops", "memory", "mean", "std", "min", "max", "ele
 _FIRST_TO_GO = ("grad in", "memory", "min", "max", "std", "flops", "input", "class", "params", "mean")
 
 
-def render_table(trace: Traced, width: int | None = None, *, is_plain: bool = False) -> str:
+def render_table(trace: Traced, width: int | None = None, *, depth: int | None = None, is_plain: bool = False) -> str:
     """One line for each call, then parameters' gradients if there was a backward pass, then what was not used.
 
-    ``width``: columns of the terminal, None for as wide as it needs; ``is_plain``: cells separated by tabs and never
-    cut, for other programs to read.
+    ``width``: columns of the terminal, None for as wide as it needs; ``depth``: levels of modules below the model, None
+    for all; ``is_plain``: cells separated by tabs and never cut, for other programs to read.
     """
-    head, rows = _cells(trace)
+    known, left_out = _down_to(trace, depth)
+    head, rows = _cells(known, trace.has_backward)
     draw = (
         _tabs if is_plain else lambda head, rows: table(head, rows, width=width, right=_RIGHT, first_to_go=_FIRST_TO_GO)
     )
-    parts = [summary(trace), draw(head, rows)]
+    parts = [summary(trace), draw(head, rows), *left_out]
     if trace.has_backward:
         parts += ["", draw(_PARAMETER_HEAD, _parameter_cells(trace))]
     parts += endings(trace)
     return "\n".join(parts)
 
 
-def render_tree(trace: Traced) -> str:
+def render_tree(trace: Traced, *, depth: int | None = None) -> str:
     """Calls indented by depth, each with the shapes in and out; three equal blocks in a row or more are told once."""
-    lines = fold(trace.rows, is_inside, likeness, tree_line)
-    return "\n".join([summary(trace), *lines, *endings(trace)])
+    known, left_out = _down_to(trace, depth)
+    lines = fold(known, is_inside, likeness, tree_line)
+    return "\n".join([summary(trace), *lines, *left_out, *endings(trace)])
+
+
+def _down_to(trace: Traced, depth: int | None) -> tuple[Sequence[CallRow], list[str]]:
+    """The calls down to a depth below the outermost, and a line about those that lie deeper, if there are any.
+
+    A call whose inside is left out has the parameters of its module and of all modules inside, each counted once.
+    """
+    if depth is None:
+        return trace.rows, []
+    if depth < 0:
+        raise ValueError(f"depth={depth}: expected 0 for the model alone, or a number of levels below it")
+    deepest = depth + min((row.depth for row in trace.rows), default=0)
+    sizes = [(parse_site(one.site).path, one.elements) for one in trace.parameters]
+    known: list[CallRow] = []
+    for row, after in zip(trace.rows, [*trace.rows[1:], None], strict=True):
+        if row.depth == deepest and after is not None and after.depth > deepest:
+            inside = f"{row.path}." if row.path else ""
+            total = sum(elements for path, elements in sizes if path.startswith(inside))
+            known.append(replace(row, parameters=total))
+        elif row.depth <= deepest:
+            known.append(row)
+    count = len(trace.rows) - len(known)
+    told = f"({counted(count, 'call')} deeper inside left out; params of what holds them are those of all inside)"
+    return known, [told] if count else []
 
 
 def summary(trace: Traced) -> str:
@@ -65,10 +93,10 @@ def summary(trace: Traced) -> str:
     )
 
 
-def _cells(trace: Traced) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _cells(rows: Sequence[CallRow], has_backward: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The heads and cells of the table of calls; the two columns of gradients are there after a backward pass."""
-    head = _HEAD + (_GRADIENT_HEAD if trace.has_backward else ())
-    return head, [_call_cells(row, trace.has_backward) for row in trace.rows]
+    head = _HEAD + (_GRADIENT_HEAD if has_backward else ())
+    return head, [_call_cells(row, has_backward) for row in rows]
 
 
 def _call_cells(row: CallRow, has_backward: bool) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from gaff.compat import distributed
 from gaff.engine.gradients.nodes import NodeWatch
 from gaff.engine.ops.calls import OpCall
 from gaff.errors import PlanError, SiteError
+from gaff.inspection.nonfinite.backward import Trail
 from gaff.inspection.nonfinite.case import Case
 from gaff.inspection.nonfinite.causes import LOSSES, UNINITIALISED, cause_of
 from gaff.inspection.nonfinite.provenance import Made, own_path, shown, users_place
@@ -59,13 +60,14 @@ class Now:
         self.outside: Made | None = None  # of the last op outside the model, if it was not meant
         self.is_spread = False  # whether other processes have parts of the model
 
-    def made_of(self, tensor: Tensor, nodes: NodeWatch, site: Site) -> Made:
+    def made_of(self, tensor: Tensor, trail: Trail, producers: Producers, site: Site) -> Made:
         """Whose a tensor is that is not finite. ``site``: what it is where it was met.
 
         Asked are, in this order: parameters that are gathered from other processes, the autograd node that made it,
-        whether it came up while the step ran. What nobody has made was there before the step. Waits for the device.
+        the backward passes that ran, whether it came up while the step ran. What nobody has made was there before the
+        step. Waits for the device.
         """
-        made = self._held(tensor) or self._handed_on(tensor, nodes)
+        made = self._held(tensor) or self._handed_on(tensor, trail.nodes) or trail.made_of(tensor, producers)
         if made is None and (tensor.grad_fn is not None or (self.ops and (self.is_spread or self.inside[-1]))):
             made = self._made_here(tensor, site)
         return made or before(tensor, site, is_meant=is_mask(tensor))

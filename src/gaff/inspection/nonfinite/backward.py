@@ -6,14 +6,18 @@ proof: what it made may never reach a leaf. ``Trail.origin`` therefore goes back
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from gaff.address.grammar import Site
 from gaff.address.nested import iter_deep
 from gaff.compat import distributed
 from gaff.compat.autograd import backward_task
+from gaff.compat.memory import address_of, storage_life
 from gaff.engine.gradients.nodes import Gradients, NodeWatch, Seen
 from gaff.engine.ops.calls import OpCall
 from gaff.inspection.nonfinite.backward_causes import backward_cause
@@ -50,6 +54,8 @@ class Trail:
         self.scale: float | None = None
         self.lost: list[Made] = []  # what made the losses, not finite, at which backward passes began
         self._passed: list[Passed] = []
+        self._by_memory: dict[int, tuple[Callable[[], object], Passed]] = {}  # who handed on a bad gradient, by address
+        self._by_shape: dict[tuple[torch.Size, torch.dtype], Passed] = {}  # the last that did
         self._task = -1
 
     def __len__(self) -> int:
@@ -85,7 +91,12 @@ class Trail:
             is_loss = sum(one.numel() for one in incoming if one is not None) == 1  # else outputs, run again
             if made is not None and not made.is_scaling and (is_loss or not made.is_meant):
                 self.lost.append(made)
-        self._passed.append(Passed(seen, is_bad, bad, ranges, is_scale))
+        passed = Passed(seen, is_bad, bad, ranges, is_scale)
+        self._passed.append(passed)
+        for one in (outgoing[at] for at in bad):
+            if one is not None:
+                self._by_memory[address_of(one)] = storage_life(one), passed
+                self._by_shape[one.shape, one.dtype] = passed
 
     def _fits_unscaled(self, seen: Seen, incoming: Gradients) -> bool:
         """Whether the node would hand on finite gradients had the loss not been multiplied by the scaler's factor.
@@ -112,10 +123,41 @@ class Trail:
         return f"gradients overflowed under the GradScaler's factor {self.scale:g}: it skips such a step itself"
 
     def origin(self) -> Passed | None:
-        """The node at which gradients that reached a leaf began to be bad; None where no leaf got a bad one.
+        """The node at which gradients that reached a leaf began to be bad; None where no leaf got a bad one."""
+        return self._began(
+            [one for one in self._passed if (one.seen.variable is not None and one.is_bad) or _reaches_leaf(one)]
+        )
 
-        Goes from each leaf with a non-finite gradient back along what fed it, to nodes that were given finite ones, or
-        whose bad ones nobody handed them; of several the one that ran first.
+    def made_of(self, tensor: Tensor, producers: Producers) -> Made | None:
+        """The origin of a bad gradient that the step goes on with, as ``autograd.grad`` hands it out, or ``x.grad``.
+
+        Known by its memory; one that autograd has added up has another, and is known by its shape, so that this is
+        to be asked only of what nothing else has made. None where no backward pass handed on such a gradient.
+        """
+        life, passed = self._by_memory.get(address_of(tensor), (None, None))
+        if passed is None or life is None or life() is None:
+            passed = self._by_shape.get((tensor.shape, tensor.dtype))
+        origin = None if passed is None else self._began([passed])
+        if origin is None:
+            return None
+        ran, scaling = origin.seen.owner, origin.is_overflow_of_scale
+        told = partial(self.tell, origin, producers)
+        return Made(
+            ran.site,
+            "backward",
+            ran.place,
+            "",
+            range_of(tensor, "value"),
+            is_scaling=scaling,
+            is_meant=scaling,
+            told=told,
+        )
+
+    def _began(self, waiting: list[Passed]) -> Passed | None:
+        """Where bad gradients began that came to some nodes, or that these made.
+
+        Goes back from each along what fed it, to nodes that were given finite ones, or whose bad ones nobody handed
+        them; of several the one that ran first.
         """
         by_node = {id(one.seen): one for one in self._passed}
         feeding: dict[int, list[Passed]] = {}
@@ -124,7 +166,6 @@ class Trail:
                 onward = one.seen.onward[at] if at < len(one.seen.onward) else None
                 if onward is not None:
                     feeding.setdefault(id(onward[0]), []).append(one)
-        waiting = [one for one in self._passed if (one.seen.variable is not None and one.is_bad) or _reaches_leaf(one)]
         seen: set[int] = set()
         origins = []
         while waiting:
@@ -143,8 +184,11 @@ class Trail:
         onward = [one for passed in self._passed for one in passed.seen.onward]
         return sum(one is not None and one[0] is origin.seen for one in onward)
 
-    def tell(self, origin: Passed, producers: Producers, notes: list[str], ops: int) -> Report:
+    def tell(self, origin: Passed, producers: Producers, notes: Iterable[str], ops: int) -> Report:
         """The report of a gradient that began to be bad at ``origin``; ``ops``: of the step, forward and backward."""
+        came_in: Made | None = origin.seen.owner.came
+        if origin.cause is not None and came_in is not None:  # an infinity that tanh has made 1
+            return came_in.tell(notes, ops)
         position = ops - self.ops + self._passed.index(origin)
         ran = origin.seen.owner
         name = origin.seen.name

@@ -200,7 +200,7 @@ class Examination:
             return None
         made = None
         if has_nonfinite(tensor):
-            made = self._marks.of_memory(tensor) or self._now.made_of(tensor, self._trail.nodes, site)
+            made = self._marks.of_memory(tensor) or self._now.made_of(tensor, self._trail, self._producers, site)
         self._marks.put(tensor, made)
         return made
 
@@ -309,9 +309,7 @@ class Examination:
         if self._sinks:
             return min(self._sinks, key=lambda made: made.number).tell(self.notes, ops)
         if origin is not None and not origin.is_overflow_of_scale:
-            came = None if origin.cause is None else origin.seen.owner.came  # an infinity that tanh has made 1
-            tell = came.tell if came is not None else partial(self._trail.tell, origin, self._producers)
-            return tell(self.notes, ops)
+            return self._trail.tell(origin, self._producers, self.notes, ops)
         if origin is not None and (told := self._trail.overflow()) not in self.notes:
             self.notes.append(told)
         return Report(False, notes=tuple(self.notes), ops=ops)

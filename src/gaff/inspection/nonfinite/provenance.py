@@ -83,9 +83,12 @@ class Made:
     number: int = field(default_factory=itertools.count().__next__)  # in the order in which they were made
     passed: dict[str, None] = field(default_factory=dict)  # modules that passed it on, in order
     before: tuple[str, ...] | None = None  # ops that ran before the first that returned it
+    told: Callable[[Iterable[str], int], Report] | None = None  # of a backward pass: what tells it
 
     def tell(self, notes: Iterable[str], ops: int) -> Report:
         """The report of what this began, with addresses as they are in the model; ``ops``: those looked at by now."""
+        if self.told is not None:
+            return self.told(notes, ops)
         path = self.site.path.rpartition(".")[0] if self.site.port in STATE_PORTS else self.site.path
         names = ("the model" if one == "model" else shown(one) for one in self.passed if one != self.site.path)
         return Report(
