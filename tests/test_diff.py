@@ -147,6 +147,43 @@ def test_another_precision_is_rounding_but_not_with_a_tolerance_of_nothing(dtype
     assert gaff.diff(a, b, tolerance=0.0)
 
 
+@pytest.mark.parametrize("eps", [1e-5, 0.5])
+def test_what_bfloat16_has_rounded_stays_rounded_in_float32(eps):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(3)]
+    net, x = nn.Sequential(*layers, nn.LayerNorm(16)), torch.randn(8, 16)
+    other = copy.deepcopy(net)
+    other[2][0].eps = eps
+    one = gaff.trace(net, x, backward=lambda y: y.pow(3).mean())
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # layer norms are in float32 there
+        two = gaff.trace(other, x, backward=lambda y: y.float().pow(3).mean())
+    found = gaff.diff(one, two)
+    assert [found.first.site] == ["2.0"] if eps == 0.5 else found.first is None
+
+
+class Attending(nn.Module):
+    def __init__(self, is_told, bias=0.0):
+        super().__init__()
+        self.is_told, self.bias = is_told, bias
+
+    def forward(self, x):
+        weights = (x @ x.mT).softmax(-1)
+        return (weights @ x + self.bias, weights) if self.is_told else (weights @ x + self.bias, None)
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.1])
+def test_one_that_returns_more_tensors_is_compared_by_the_first(bias):
+    x = torch.randn(2, 4, 8)
+    found = gaff.diff(gaff.trace(Attending(True), x), gaff.trace(Attending(False, bias), x))
+    if bias:
+        assert found.first.site == ":output"
+    else:
+        assert not found
+        assert any(
+            ":output returns 2x4x8, 2x4x4 in A and 2x4x8 in B: their moments agree" in note for note in found.notes
+        )
+
+
 def test_modes_classes_and_settings_that_differ_are_told():
     a = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.ReLU())
     b = copy.deepcopy(a)

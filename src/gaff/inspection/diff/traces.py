@@ -13,18 +13,16 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from gaff.address.grammar import parse_site
-from gaff.inspection.diff.difference import ROUNDOFF, Difference, DiffRow, shown, state_of
+from gaff.inspection.diff.difference import Difference, DiffRow, shown, state_of
 from gaff.inspection.diff.pairs import Pair, Pairing, renaming
+from gaff.inspection.diff.rounding import LITTLE, Drift, allowance
 from gaff.inspection.trace import Trace
 from gaff.record.trace_rows import CallRow, Fingerprint, Gradient, ParameterRow
 
-_OFTEN = 8.0  # roundings that an op may add up to: chosen, as in backward error bounds that hold in the mean
-_LITTLE = 2.0**-60  # a difference too small to be told
 _NEAR = 64  # calls: how far rounding may have come where two calls are taken for one by what they return
 _LEAST = 1e-3  # of the median norm of gradients
 _NUMBERS = ("mean", "std", "min", "max")
 _GUESSED = ("class and shapes", "shape")  # what may be another thing after all
-_WHOLE = ("int", "uint", "bool")  # beginnings of the names of types
 
 
 def part_traces(
@@ -38,7 +36,7 @@ def part_traces(
     compared where both traces have a backward pass.
     """
     pairing = _paired(a, b, renamed)
-    pairs, rows, drifted = _forwards(a, b, pairing, tolerance)
+    pairs, rows, drift = _forwards(a, b, pairing, tolerance)
     pairing.pairs = sorted(pairs)
     left_a, left_b = pairing.left()
     compared = len(rows)
@@ -50,16 +48,16 @@ def part_traces(
         reach: dict[str, tuple[float, float]] = {}  # by module: that, and the norm of the gradient that came to it
         for pair in reversed(pairs):
             one, other = a.rows[pair.a], b.rows[pair.b]
-            allowed = _allowed(tolerance, drifted, one, other)
-            left = largest / math.sqrt(drifted + 1)
+            allowed = allowance(tolerance, drift, one, other)
+            left = largest / drift.steps
             sites, gradients = (one.site, other.site), (one.grad_output, other.grad_output)
             found = _backward(sites, gradients, "backward", pair.how, allowed, max(least, left))
-            drifted += any(row.state != "same" for row in found)
+            drift = drift.after(found, one, other)
             rows += found
             came = _middle(gradients)
             largest = max(largest, came) if tolerance is None else 0.0  # who gives one means it of each value
             reach[parse_site(one.site).path] = largest, came
-        rows += _parameters(a, b, pairing, tolerance, drifted, reach)
+        rows += _parameters(a, b, pairing, tolerance, drift, reach)
     notes = [
         *_settings(a, b, pairs),
         *_remarks(a, b, pairs, rows),
@@ -161,7 +159,7 @@ def _is_near(one: CallRow, norm: float, other: CallRow, size: float) -> bool:
     """Whether two calls have returned the same, but for rounding; ``norm`` and ``size`` are those of their sketches."""
     if one.fingerprint.digest == other.fingerprint.digest:
         return True
-    allowed = _allowed(None, _NEAR, one, other)
+    allowed = allowance(None, Drift(_NEAR), one, other)
     return abs(norm - size) <= 2 * allowed * size and _sketched(one.fingerprint, other.fingerprint) <= allowed
 
 
@@ -173,23 +171,23 @@ def _has_no_calls(trace: Trace) -> list[bool]:
 
 def _forwards(
     a: Trace, b: Trace, pairing: Pairing[CallRow], tolerance: float | None
-) -> tuple[list[Pair], list[DiffRow], int]:
-    """The pairs in the order in which values were made, a row for each that can be compared, and how many differ.
+) -> tuple[list[Pair], list[DiffRow], Drift]:
+    """The pairs in the order in which values were made, a row for each that can be compared, and how far they drifted.
 
     Guesses that part are left out where the whole models, or what they return, agree: such a pair is none.
     """
     made = _made(a)
-    told, drifted = [], 0
+    told, drift = [], Drift()
     for pair in sorted(pairing.pairs, key=lambda pair: made[pair.a]):
         one, other = a.rows[pair.a], b.rows[pair.b]
-        rows = _forward(one, other, pair.how, _allowed(tolerance, drifted, one, other))
-        drifted += any(row.state != "same" for row in rows)
+        rows = _forward(one, other, pair.how, allowance(tolerance, drift, one, other))
+        drift = drift.after(rows, one, other)
         told.append((pair, rows))
     is_same = bool(told and told[-1][1]) and all(row.state != "parted" for row in told[-1][1])
     if is_same and told[-1][0].how not in _GUESSED:
         told = [(pair, rows) for pair, rows in told
                 if pair.how not in _GUESSED or all(row.state != "parted" for row in rows)]  # fmt: skip
-    return [pair for pair, _ in told], [row for _, rows in told for row in rows], drifted
+    return [pair for pair, _ in told], [row for _, rows in told for row in rows], drift
 
 
 def _between(a: Trace, b: Trace, pairs: Sequence[Pair], rows: Sequence[DiffRow]) -> list[str]:
@@ -261,6 +259,13 @@ def _remarks(a: Trace, b: Trace, pairs: Sequence[Pair], rows: Sequence[DiffRow])
     if odd and len(odd) < len(pairs):
         one, other = a.rows[odd[0].a], b.rows[odd[0].b]
         notes.append(f"{one.site} is {one.dtype} in A and {other.dtype} in B, the first of {len(odd)} such calls")
+    more = [row for row in rows if row.number == "shape" and row.state == "close" and row.phase == "forward"]
+    if more:
+        count = f", the first of {len(more)} such calls" if len(more) > 1 else ""
+        notes.append(
+            f"{more[0].site} returns {more[0].a} in A and {more[0].b} in B{count}: their moments agree, as far as both "
+            "have them"
+        )
     return notes
 
 
@@ -268,12 +273,12 @@ def _input(a: Trace, b: Trace, tolerance: float | None) -> DiffRow:
     """The row of what the two models were given, all tensors together."""
     place = "the input", "the input", "input"
     shapes = [", ".join(row.input for row in trace.rows[:1]) for trace in (a, b)]
-    allowed = _allowed(tolerance, 0, *a.rows[:1], *b.rows[:1])
+    allowed = allowance(tolerance, Drift(), *a.rows[:1], *b.rows[:1])
     if a.given.is_same_as(b.given):
         return DiffRow(*place, "same", 0.0, allowed)
     if shapes[0] != shapes[1]:
         return DiffRow(*place, "parted", math.inf, allowed, "shape", shapes[0], shapes[1])
-    delta = max(_sketched(a.given, b.given), _LITTLE)
+    delta = max(_sketched(a.given, b.given), LITTLE)
     return DiffRow(*place, state_of(delta, allowed), delta, allowed, "elements")
 
 
@@ -301,28 +306,13 @@ def _middle(gradients: Sequence[Gradient | None]) -> float:
     return norms[len(norms) // 2] if norms else 0.0
 
 
-def _allowed(tolerance: float | None, drifted: int, *rows: CallRow | ParameterRow) -> float:
-    """The relative difference that rounding explains; ``tolerance`` itself where it is given.
-
-    ``drifted``: calls before that differ already. Where all bits are the same so far there is one call's rounding to
-    explain, however deep the model is. Errors of rounding that are independent add up as a random walk, with the root
-    of their number (Higham & Mary, 2019). The unit roundoff is that of the coarser type of the rows; eight roundings a
-    call are chosen. Whole numbers and truth values do not round.
-    """
-    if tolerance is not None:
-        return tolerance
-    if rows and all(row.dtype.startswith(_WHOLE) for row in rows):
-        return 0.0 if len({row.dtype for row in rows}) == 1 else _LITTLE
-    coarsest = max((ROUNDOFF.get(row.dtype, 2.0**-24) for row in rows), default=2.0**-24)
-    return _OFTEN * coarsest * math.sqrt(drifted + 1)
-
-
 def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[DiffRow]:
     """The row of a pair of calls, in a list; empty where one has neither numbers nor a sketch.
 
     Digests decide first, then sketches; where the shapes differ, only moments can be compared, of as many elements (a
-    batch of another size is another one, whatever its mean). A pair that is not the
-    same to the last bit, but shows no difference, gets the smallest one, so that it does not count as the same.
+    batch of another size is another one, whatever its mean) or of the first tensor, where one returns more of them. A
+    pair that is not the same to the last bit, but shows no difference, gets the smallest one, so that it does not count
+    as the same.
     """
     if one.fingerprint.is_same_as(other.fingerprint) and (one.dtype, one.output) == (other.dtype, other.output):
         return [DiffRow(one.site, other.site, "forward", "same", 0.0, tolerance, how=how)]
@@ -331,8 +321,8 @@ def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[D
     number, delta = _farthest(one, other)
     values = [getattr(row.statistics, number) for row in (one, other)]
     if one.output != other.output:
-        is_as_many = _count(one.output) == _count(other.output)
-        number, delta = "shape", max(delta, _LITTLE) if is_as_many else math.inf
+        is_comparable = _count(one.output) == _count(other.output) or _is_beginning(one.output, other.output)
+        number, delta = "shape", max(delta, LITTLE) if is_comparable else math.inf
         state = state_of(delta, tolerance)
         return [
             DiffRow(one.site, other.site, "forward", state, delta, tolerance, number, one.output, other.output, how)
@@ -341,7 +331,7 @@ def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[D
         delta = _sketched(one.fingerprint, other.fingerprint)
         if one.fingerprint.odd != other.fingerprint.odd:
             number, values = "nonfinite", [one.statistics.nonfinite, other.statistics.nonfinite]
-    delta = max(delta, _LITTLE)  # the bits differ, or the type
+    delta = max(delta, LITTLE)  # the bits differ, or the type
     state = state_of(delta, tolerance)
     told = shown(values[0]), shown(values[1])
     return [DiffRow(one.site, other.site, "forward", state, delta, tolerance, number, *told, how)]
@@ -355,11 +345,17 @@ def _count(shapes: str) -> list[int] | str:
         return shapes
 
 
+def _is_beginning(one: str, other: str) -> bool:
+    """Whether one of two outputs, by their shapes as text, is the other with more tensors behind, as where attention
+    returns its weights, too: moments are those of the first."""
+    return f"{one}, ".startswith(f"{other}, ") or f"{other}, ".startswith(f"{one}, ")
+
+
 def _of_sketches(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[DiffRow]:
     """The row of calls that have no moments, such as of complex numbers; empty where there is not even a sketch."""
     if not one.fingerprint.sketch or not other.fingerprint.sketch:
         return []
-    delta = max(_sketched(one.fingerprint, other.fingerprint), _LITTLE)
+    delta = max(_sketched(one.fingerprint, other.fingerprint), LITTLE)
     state, sites = state_of(delta, tolerance), (one.site, other.site)
     if delta == math.inf:
         a, b = ("some" if row.fingerprint.odd else "none" for row in (one, other))
@@ -428,7 +424,7 @@ def _backward(
         size = max(one.norm, other.norm, least)
         delta = abs(one.norm - other.norm) / size if size else 0.0
         delta = math.inf if math.isnan(delta) else delta
-    delta = max(delta, _LITTLE)  # the bits differ
+    delta = max(delta, LITTLE)  # the bits differ
     return [DiffRow(*sites, phase, state_of(delta, tolerance), delta, tolerance, "norm", a, b, how)]
 
 
@@ -461,12 +457,12 @@ def _parameters(
     b: Trace,
     calls: Pairing[CallRow],
     tolerance: float | None,
-    drifted: int,
+    drift: Drift,
     reach: Mapping[str, tuple[float, float]],
 ) -> list[DiffRow]:
     """Rows for the gradients of parameters that are the same thing.
 
-    ``drifted``: how many calls before differ, both ways, for the tolerance. ``reach``: by the path of a module the
+    ``drift``: that of all calls, both ways. ``reach``: by the path of a module the
     largest norm of the gradients before it, and that of the one that came to it: where that is no more than rounding,
     its parameters get no more, whatever they multiply it by.
     """
@@ -476,9 +472,9 @@ def _parameters(
     for pair in _paired_parameters(a, b, calls):
         one, other = a.parameters[pair.a], b.parameters[pair.b]
         sites = tuple(row.site.removesuffix(":param") + ":grad" for row in (one, other))
-        allowed = _allowed(tolerance, drifted, one, other)
+        allowed = allowance(tolerance, drift, one, other)
         largest, came = reach.get(parse_site(one.site).path.rpartition(".")[0], (whole, 0.0))
-        left = largest / math.sqrt(drifted + 1)
+        left = largest / drift.steps
         left = max(least, left, _middle([one.grad, other.grad]) * left / came if came else 0.0)
         rows += _backward((sites[0], sites[1]), (one.grad, other.grad), "parameter", pair.how, allowed, left)
     return rows
