@@ -414,6 +414,25 @@ def test_autocast_and_no_grad():
     assert torch.equal(got["/relu#1"], y)
 
 
+@pytest.mark.parametrize("other", ["/add", "/*"])
+def test_ops_that_another_session_asks_for_ran_too(other):
+    block, x = Block(), torch.randn(3, 4)
+    for opened in (gaff.capture, lambda block, pattern: gaff.edit(block, {pattern: gaff.edits.zero()})):
+        with (
+            pytest.raises(NeverFiredError, match=r"which ran add(#\S+)?, mul(#\S+)?, relu"),
+            opened(block, "/softmax"),
+            gaff.capture(block, other),
+        ):
+            block(x)
+
+
+def test_who_asks_for_the_softmax_of_fused_attention_is_told_where_its_weights_are():
+    layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 3, 8)
+    told = r"attention is fused there: ask self_attn/scaled_dot_product_attention:weights"
+    with pytest.raises(NeverFiredError, match=told), gaff.capture(layer, "self_attn/softmax"):
+        layer(x)
+
+
 def test_reasons_of_ops_that_did_not_run():
     model, x = make()
     cases = {

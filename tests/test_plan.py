@@ -117,10 +117,22 @@ def test_what_says_that_it_returns_a_tuple_is_not_skipped_by_a_tensor():
     gaff.edit(model, {"linear": gaff.edits.skip()})
 
 
+def test_a_mask_of_the_first_dimensions_is_told_how_it_fits():
+    model, mask = nn.Linear(2, 2), torch.ones(4, 5, dtype=torch.bool)
+    with pytest.raises(
+        gaff.PlanError, match=r"\(4, 5\) does not fit what passes, \(4, 5, 3, 2\): expected mask\[..., None, None\]"
+    ):
+        with gaff.edit(model, {":output": gaff.edits.at(mask, gaff.edits.zero())}):
+            model(torch.ones(4, 5, 3, 2))
+    with pytest.raises(gaff.PlanError, match=r"\(4, 5\) does not fit what passes, \(3, 2\)$"):
+        with gaff.edit(model, {":output": gaff.edits.at(mask, gaff.edits.zero())}):
+            model(torch.ones(3, 2))
+
+
 @pytest.mark.parametrize("place", [keep.rows([0, 0]), keep.rows([0, -3]), keep.channels([1, 1]), keep.heads([0, 0], 2)])
 def test_a_place_that_names_an_index_twice_is_refused(place):
     model = nn.Linear(2, 2)
-    with pytest.raises(gaff.PlanError, match="names an index twice"):
+    with pytest.raises(gaff.PlanError, match=r"places \[.*\] name one twice"):
         with gaff.edit(model, {":output": gaff.edits.at(place, gaff.edits.add(1.0))}):
             model(torch.ones(3, 2))
 

@@ -56,7 +56,12 @@ class At:
             mask = index.to(tensor.device)
             fits = all(a in (1, b) for a, b in zip(mask.shape[::-1], tensor.shape[::-1], strict=False))
             if not fits or mask.dim() > tensor.dim():
-                raise PlanError(f"mask of shape {tuple(mask.shape)} does not fit what passes, {tuple(tensor.shape)}")
+                missing = tensor.dim() - mask.dim()
+                is_of_first = missing > 0 and mask.shape == tensor.shape[: mask.dim()]
+                hint = f": expected mask[...{', None' * missing}], for dimensions fit from the last" if is_of_first else ""
+                raise PlanError(
+                    f"mask of shape {tuple(mask.shape)} does not fit what passes, {tuple(tensor.shape)}{hint}"
+                )
             return torch.where(mask, self.edit.change(tensor, event), tensor)
         return self._changed(tensor, self.edit, event)
 
@@ -115,7 +120,7 @@ def _need_once(place: Any, tensor: Tensor) -> None:
         return
     size = place.count if isinstance(place, Heads) else tensor.shape[place.dim]
     if len({number % size for number in place.index}) < len(place.index):
-        raise PlanError(f"{place} names an index twice (counted from either end): expected each once")
+        raise PlanError(f"places {list(place.index)} name one twice (counted from either end): expected each once")
 
 
 @dataclass(frozen=True, eq=False)

@@ -234,8 +234,7 @@ class OpMode(TorchFunctionMode):
             for row in rows:
                 row.leave_out()
             return func(*args, **kwargs)
-        events = [OpEvent(part, row, frame) for part, row in zip(call.parts, rows, strict=True) if row.is_wanted]
-        return self._run(events, func, args, kwargs)
+        return self._run(_events(call.parts, rows, frame), func, args, kwargs)
 
     def enter(self, part: CallShare, frame: FrameType, position: int | None) -> None:
         """A module begins its forward. ``part``: one session's share; the second session finds the call of the first.
@@ -373,6 +372,16 @@ class OpMode(TorchFunctionMode):
             return inside(*args, **kwargs)
         finally:
             modes.remove_mode(self)
+
+
+def _events(parts: list[CallShare], rows: list[NamedOps], frame: FrameType) -> list[OpEvent]:
+    """An op comes: an event for each session that asks for it; the others, too, know now that it ran."""
+    events = []
+    for part, row in zip(parts, rows, strict=True):
+        row.scope.ran.add(row.name)
+        if row.is_wanted:
+            events.append(OpEvent(part, row, frame))
+    return events
 
 
 class _Modes(threading.local):

@@ -126,7 +126,6 @@ class Scope:
 
     def _make(self, row: NamedOps, index: int) -> OpNode | None:
         """Make the node of one op and connect all streams that ask for it; equal sites share one stream."""
-        self.ran.add(row.name)
         wants = [want for want in row.wants if want.site.op_index in (None, index)]
         if not wants:
             return None
@@ -161,9 +160,16 @@ class Scope:
         for want in self.wants:
             rows = [row for row in self.rows.values() if want in row.wants]
             if not any(len(row.nodes) > (want.site.op_index or 0) for row in rows):
-                is_plain = want.site.port == WEIGHTS and "softmax" in self.ran
-                hint = f"; it writes attention out: ask {Site(self.path, 'softmax')}" if is_plain else ""
-                want.stream.skip(f"there is no such op in {where}, which ran {ran}{hint}")
+                want.stream.skip(f"there is no such op in {where}, which ran {ran}{self._hint(want.site)}")
+
+    def _hint(self, site: Site) -> str:
+        """Where the weights of attention are to be had, for who asked for them where they are not."""
+        fused = next((name for name in ATTENTIONS if name in self.ran), None)
+        if site.port == WEIGHTS and "softmax" in self.ran:
+            return f"; it writes attention out: ask {Site(self.path, 'softmax')}"
+        if site.op == "softmax" and fused is not None:
+            return f"; attention is fused there: ask {Site(self.path, fused, port=WEIGHTS)}"
+        return ""
 
     def _numbered(self, name: str) -> str:
         """The name of an op with its numbers, ``add#0 to #2``, where it is known how many there were."""

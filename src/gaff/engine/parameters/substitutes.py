@@ -10,6 +10,7 @@ stands in, the parameter's class is one whose ``__torch_function__`` puts the su
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -157,12 +158,20 @@ class Standing:
         return self._rows[-1].tensor if self._rows else self.original
 
     def _put(self, old: Tensor, new: Tensor) -> None:
-        """Put ``new`` wherever the owners hold ``old``, past the checks of ``nn.Module``: it may be no Parameter."""
+        """Put ``new`` wherever the owners hold ``old``, past the checks of ``nn.Module``: it may be no Parameter.
+
+        RNNs hold weights in a list, and in one of weak references by which they notice others. On a GPU these are left
+        to torch: it then lays the weights out anew for cuDNN, at the next call.
+        """
         for owner in self._owners:
             for name in [name for name, value in owner._parameters.items() if value is old]:
                 owner._parameters[name] = new  # type: ignore[assignment]
-            for held in (value for value in vars(owner).values() if isinstance(value, list)):  # as LSTM keeps them
-                held[:] = [new if value is old else value for value in held]
+            for held in (value for value in vars(owner).values() if isinstance(value, list)):
+                for at, value in enumerate(held):
+                    if value is old:
+                        held[at] = new
+                    elif isinstance(value, weakref.ref) and value() is old and not new.is_cuda:
+                        held[at] = weakref.ref(new)
 
 
 def original_of(tensor: Tensor) -> Tensor:
