@@ -205,6 +205,35 @@ def test_what_cannot_be_run_again_is_not_taken_for_meant():
     assert caught.value.report.site == "inner"
 
 
+class Warming(nn.Module):
+    """Divides by how often it was called, less one: it depends on a buffer that it writes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return x / (self.count - 1)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_is_not_so_again_is_told_as_that(grad):
+    model = nn.Sequential(nn.Linear(4, 4), Warming(), nn.Linear(4, 2))
+    with (
+        pytest.raises(gaff.NonFiniteError, match="the first module to return something that was not finite") as caught,
+        gaff.guard(model) as guard,
+        torch.set_grad_enabled(grad),
+    ):
+        out = model(torch.ones(2, 4))
+        if grad:
+            out.sum().backward()
+            torch.optim.SGD(model.parameters()).step()
+    report = caught.value.report
+    assert (report.site, report.module, report.direction) == ("1", "1", "forward")
+    assert not any("meant" in note for note in guard.notes)
+
+
 def test_a_parameter_that_was_bad_from_the_beginning_is_not_blamed_on_the_optimizer():
     class Net(nn.Module):
         def __init__(self):

@@ -58,7 +58,9 @@ class At:
             if not fits or mask.dim() > tensor.dim():
                 missing = tensor.dim() - mask.dim()
                 is_of_first = missing > 0 and mask.shape == tensor.shape[: mask.dim()]
-                hint = f": expected mask[...{', None' * missing}], for dimensions fit from the last" if is_of_first else ""
+                hint = (
+                    f": expected mask[...{', None' * missing}], for dimensions fit from the last" if is_of_first else ""
+                )
                 raise PlanError(
                     f"mask of shape {tuple(mask.shape)} does not fit what passes, {tuple(tensor.shape)}{hint}"
                 )

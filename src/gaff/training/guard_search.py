@@ -6,6 +6,7 @@ or one would wait for the others forever.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -25,8 +26,9 @@ _UNSEEN_GRADIENT = (
     "penalty, a hook), in a batch from before, on another thread, or something has changed since"
 )
 _AVERAGED = "gradients are averaged over processes here, so look first at what the guards of the others tell"
-_UNSEEN_OUTPUT = (
-    "the model returned NaN, and running it again on the same batch does not: something it depends on has changed since"
+_NOT_AGAIN = (
+    "the first module to return something that was not finite; when the same batch is run again it is finite, so that "
+    "it depends on what has changed since: a buffer that the forward writes to, a counter, Python's random numbers"
 )
 _UNSEEN_CALL = (
     "the model was called inside compiled code, which tells no arguments to run it again with; call what torch.compile "
@@ -72,8 +74,6 @@ class OriginSearch:
             report = Report(True, first or ":output", module=first, direction="forward", cause=cause)
         if not report and has_gradients:
             report = Report(True, STEP, direction="backward", cause=self._why_not_shown())
-        if not report and any(not one.path and value.isnan().item() for one, value in hits.items()):
-            report = Report(True, site=":output", direction="forward", cause=_UNSEEN_OUTPUT)
         return self.agreed(report)
 
     def first(self) -> Report:
@@ -125,18 +125,28 @@ class OriginSearch:
         return first
 
     def _examine(self, batch: Batch) -> Report:
-        """Run one batch again with every op looked at, and return what was found; why it failed is noted."""
+        """Run one batch again with every op looked at, and return what was found; why it failed is noted.
+
+        The modules' outputs are looked at again as the guard did: where what was not finite is finite now, the run was
+        not repeated, and what it told of a backward pass is not what happened.
+        """
         if batch.is_unseen:
             self._failure = _UNSEEN_CALL
             return Report(False)
         KeptRuns.is_examining = True
+        again = self._runs.current = replace(batch, sums=[])
         try:
             report, failure = run_again(self._model, batch, self._allow)
         finally:
             KeptRuns.is_examining = False
+            self._runs.current = None
         if failure:
             self._failure = failure
             self._notes.append(failure)
+        elif not report or report.site == STEP:
+            path = _not_again(batch, again)
+            if path is not None:
+                report = Report(True, path or ":output", module=path, direction="forward", cause=_NOT_AGAIN)
         return report
 
     def _why_not_shown(self) -> str:
@@ -148,6 +158,13 @@ class OriginSearch:
         tried = f"{which} that the model was given" if batches else "no batch: none was seen"
         others = f"; {_AVERAGED}" if self._is_averaged else ""
         return f"{_UNSEEN_GRADIENT}{others} (run again: {tried})"
+
+
+def _not_again(batch: Batch, again: Batch) -> str | None:
+    """The path of the first module whose output was not finite in a run, and is when it is run again; None: of none."""
+    still = {one for one, value in again.sums if not math.isfinite(value.item())}
+    made = {one for one, _ in again.sums} - still
+    return next((one.path for one, value in batch.sums if one in made and not math.isfinite(value.item())), None)
 
 
 def _is_overflow(batch: Batch) -> bool:

@@ -95,8 +95,9 @@ class Trail:
         self._passed.append(passed)
         for one in (outgoing[at] for at in bad):
             if one is not None:
-                self._by_memory[address_of(one)] = storage_life(one), passed
                 self._by_shape[one.shape, one.dtype] = passed
+                if address := address_of(one):
+                    self._by_memory[address] = storage_life(one), passed
 
     def _fits_unscaled(self, seen: Seen, incoming: Gradients) -> bool:
         """Whether the node would hand on finite gradients had the loss not been multiplied by the scaler's factor.
