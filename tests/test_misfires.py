@@ -149,7 +149,9 @@ def test_a_sparse_gradient_blames_no_rectifier_where_there_is_none(tmp_path):
     assert "a loss that depends on few of its outputs" in found.cause
 
 
-def trained(tmp_path, steps=120):
+def trained(
+    tmp_path, steps=120, loss=F.cross_entropy, evaluated=lambda scores, labels: F.cross_entropy(scores, labels)
+):
     torch.manual_seed(0)
     x, y = torch.randn(64, 8), torch.randint(0, 4, (64,))
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
@@ -158,13 +160,13 @@ def trained(tmp_path, steps=120):
     with gaff.watch(model, out=tmp_path / "run", every=5):
         for step in range(steps):
             optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+            loss(model(x), y).backward()
             optimizer.step()
             if step % 20 == 19:
                 model.eval()
                 with torch.no_grad():
                     out = model(torch.randn(64, 8))
-                    told.append(F.cross_entropy(out, torch.randint(0, 4, (64,))).item())
+                    told.append(evaluated(out, torch.randint(0, 4, (64,))).item())
                 model.train()
     return gaff.load(tmp_path / "run"), told
 
@@ -182,6 +184,15 @@ def test_what_is_learned_by_heart_is_suspicious(tmp_path):
     verdict = trained(tmp_path)[0].verdict
     assert (verdict.state, verdict.name) == ("suspicious", "labels_do_not_belong")
     assert "the model memorises the training examples and does not generalise" in verdict.cause
+
+
+@pytest.mark.parametrize("way", ["another loss", "fewer classes"])
+def test_an_evaluation_is_not_held_against_what_guessing_gives_for_another_loss(tmp_path, way):
+    loss = {
+        "another loss": lambda scores, labels: F.mse_loss(scores, F.one_hot(labels, 4).float()),
+        "fewer classes": lambda scores, labels: F.cross_entropy(scores[:, :2], labels % 2),
+    }[way]
+    assert trained(tmp_path, loss=loss)[0].verdict.name != "labels_do_not_belong"
 
 
 def test_nothing_stands_in_torchs_functions_once_something_is_compiled(tmp_path):

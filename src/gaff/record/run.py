@@ -398,6 +398,7 @@ def _case(record: Record) -> RunCase:
         2 * sum(map(acts, looks)) > len(looks),
         {name: factor_of(name, told) for name in losses},
         record.evaluated(part.rank),
+        _is_evaluated_alike(part, looks),
         _reach(looks),
         label_order(told),
     )  # fmt: skip
@@ -464,6 +465,13 @@ def _evaluated(part: RankPart) -> dict[str, tuple[tuple[int, float], ...]]:
             for name, value in one["losses"].items():
                 found.setdefault(str(name), []).append((step, float(value)))
     return {name: tuple(pairs) for name, pairs in found.items()}
+
+
+def _is_evaluated_alike(part: RankPart, looks: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether training and all evaluations have a cross entropy over the same classes, as far as their number tells."""
+    trained = {int(one["among"]) for one in looks if "among" in one}
+    told = [one for _, one in part.events if one.get("kind") == "evaluated"]
+    return len(trained) == 1 and all(set(one.get("among", {}).values()) == trained for one in told)
 
 
 def _tried(path: Path, known: dict[str, Any], name: str) -> tuple[list[float], dict[str, Any]]:

@@ -54,8 +54,9 @@ class RunCase:
     made a step; ``single``: what is told of single steps; ``is_acting``: most steps are those of an agent, whose
     loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was multiplied by
     before its backward pass; ``evaluated``: by the names of torch's functions the losses of evaluations, each with
-    its step; ``reach``: the usual least and largest target of a batch, of squared and absolute errors, None without
-    any; ``order``: of labels, where the data comes in the order of them.
+    its step; ``is_evaluated_alike``: training and evaluations have a cross entropy over the same classes; ``reach``:
+    the usual least and largest target of a batch, of squared and absolute errors, None without any; ``order``: of
+    labels, where the data comes in the order of them.
     """
 
     findings: tuple[Finding, ...]
@@ -71,6 +72,7 @@ class RunCase:
     is_acting: bool = False
     factors: dict[str, float] = field(default_factory=dict)
     evaluated: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    is_evaluated_alike: bool = False
     reach: tuple[float, float] | None = None
     order: LabelOrder | None = None
 

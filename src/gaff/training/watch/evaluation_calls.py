@@ -15,6 +15,7 @@ from gaff.engine.process.functions import DROPOUTS, LOSSES, FunctionCalls, calli
 from gaff.training.watch.models import Models
 from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.shield import Shield
+from gaff.training.watch.step_facts import OVER_CLASSES
 
 
 class EvaluationCalls:
@@ -34,6 +35,7 @@ class EvaluationCalls:
         self._dropouts = FunctionCalls(DROPOUTS, shield.around(self._dropped))
         self._losses = FunctionCalls(LOSSES, shield.around(self._loss_returned), is_after=True)
         self._sums: dict[str, tuple[Any, int]] = {}
+        self._among: dict[str, int] = {}  # of losses over classes, how many there are
         self._step: int | None = None  # since which losses are listened for
 
     def stand_by(self) -> None:
@@ -69,9 +71,11 @@ class EvaluationCalls:
             self.run_ends()
         if self._step is None:
             return
-        step, sums, self._step, self._sums = self._step, self._sums, None, {}
+        step, sums, among = self._step, self._sums, self._among
+        self._step, self._sums, self._among = None, {}, {}
         if sums:
-            self._told("evaluated", step, losses={name: total / count for name, (total, count) in sums.items()})
+            means = {name: total / count for name, (total, count) in sums.items()}
+            self._told("evaluated", step, losses=means, among=among)
 
     def _dropped(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A dropout is called in an evaluation in eval mode: if it is active, the result is uncertain."""
@@ -88,6 +92,9 @@ class EvaluationCalls:
             total, count = self._sums.get(name, (0.0, 0))
             value = output.detach().to(elements.wide_type(output))
             self._sums[name] = total + value, count + _summed(name, args, kwargs)
+            scores = args[0] if args else kwargs.get("input")
+            if name in OVER_CLASSES and isinstance(scores, Tensor) and scores.dim():
+                self._among[name] = scores.shape[1 if scores.dim() > 1 else 0]
 
 
 def _summed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,6 +111,6 @@ def _summed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = given.get("target", given.get("targets", next(iter(args), None)))
     if not isinstance(target, Tensor) or not target.numel():
         return 1
-    if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
+    if name in OVER_CLASSES and not target.is_floating_point():
         return (target != given.get("ignore_index", -100)).sum().clamp(min=1)
     return target.numel()

@@ -288,7 +288,8 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
 
     ``guess`` is what guessing gives: of a loss over classes the entropy of the labels where they were seen, else the
     logarithm of the number of classes; of others what the spread of the targets over a batch makes of the loss.
-    ``labels``: how often each class comes, of a few; of more the guess is by all looks so far (``is_pooled``).
+    ``labels``: how often each class comes, of a few; of more the guess is by all looks so far (``is_pooled``);
+    ``among``: how many classes there are.
     ``reach``: the least and the largest target of squared and
     absolute errors.
     """
@@ -311,6 +312,7 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
     counted: dict[str, Any] = {"labels": labels} if labels is not None and is_counted else {}
     is_uneven = any(one["is_uneven"] for one in targets)
     counted |= {"is_pooled": True} if is_counted and (labels is None or is_uneven) else {}
+    counted |= {"among": told["classes"]["count"]} if is_counted else {}
     return {**plain, "guess_of": name, "guess": by * guess, **counted}
 
 
