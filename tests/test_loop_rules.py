@@ -1171,6 +1171,37 @@ def test_inner_loops_that_begin_anew_are_not_told_where_the_outer_one_learns(tmp
     assert "written_back" not in told(tmp_path, train)[0]
 
 
+@pytest.mark.parametrize(("deviation", "size", "name"), [
+    (1.0, 1.0, "begins_too_large"), (None, 1e-5, "worse_than_guessing"), (None, 1.0, ""),
+])  # fmt: skip
+def test_a_regression_that_stays_above_guessing_is_told_by_its_weights_or_its_targets(tmp_path, deviation, size, name):
+    def train():
+        model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        for one in model.parameters() if deviation else ():
+            nn.init.normal_(one, std=deviation)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        for x, _ in batches(150, rows=64):
+            optimizer.zero_grad()
+            getattr(F, "mse_loss")(model(x)[:, 0], size * x.sum(1)).backward()  # noqa: B009
+            optimizer.step()
+
+    assert told(tmp_path, train)[1].verdict.name == name
+
+
+def test_targets_far_above_ten_thousand_are_told_whenever_gradients_explode(tmp_path):
+    def train():
+        model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        for x, _ in batches(300, rows=64):
+            optimizer.zero_grad()
+            getattr(F, "mse_loss")(model(x)[:, 0], 1e5 * (2 + 0.5 * x[:, 0])).backward()  # noqa: B009
+            optimizer.step()
+
+    found, record = told(tmp_path, train)
+    assert found["exploding"].since > 50
+    assert record.verdict.name == "targets_far_from_zero"
+
+
 @pytest.mark.parametrize("spread", [0.3, 0.05])
 def test_a_recurrence_that_explodes_from_the_first_step_is_told_by_its_weights(tmp_path, spread):
     class Sums(nn.Module):

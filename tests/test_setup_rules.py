@@ -468,6 +468,30 @@ class Tabular(nn.Module):
         return self.layers(torch.cat([numbers, embedded], 1))
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.head = kind(3, 16, batch_first=True), nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
+def test_inputs_that_were_not_standardised_are_told_before_a_layer_that_bounds_them(tmp_path, kind, scale):
+    torch.manual_seed(0)
+    model = Recurrent(kind)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(scale * torch.randn(16, 7, 3)).square().mean().backward()
+            optimizer.step()
+    told = [one.rule for one in gaff.load(tmp_path / "run").findings]
+    assert ("input_scale" in told) is (scale > 1)
+
+
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_inputs_that_were_not_standardised_are_told_beside_embeddings(tmp_path, scale):
     torch.manual_seed(0)

@@ -684,6 +684,31 @@ def evaluated_in_training_mode():
     return run
 
 
+class Functional(nn.Module):
+    """A model whose dropout is a function, as in many tutorials."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.fc2(F.dropout(F.relu(self.fc1(x)), 0.3, training=self.training))
+
+
+@fault("train_mode_in_eval")
+def evaluated_in_training_mode_with_a_dropout_that_is_a_function():
+    model = Functional()
+    run = classifier(model, adam(model))
+
+    def evaluate():
+        with torch.no_grad():
+            for at in range(0, 600, 30):
+                model(DIGITS[at : at + 30])
+
+    run.evaluate = evaluate
+    return run
+
+
 @fault("random_in_eval")
 def dropout_that_ignores_the_mode():
     class Net(nn.Module):

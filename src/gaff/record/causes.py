@@ -68,7 +68,7 @@ def claims(case: RunCase) -> list[Claim]:
     if _has_learned(case):
         case = case.without("written_back")
     if case.loss is not None and 0 < case.loss[1].last < 0.5 * case.loss[1].first:  # seen while it had not fallen yet
-        case = case.without("saturated").without("vanishing")
+        case = case.without("saturated").without("vanishing").without("sparse_gradient")
     if case.has_settled:  # updates that are nothing any more are what the schedule wants
         case = case.without("never_updated").without("update_small")
     if case.optimizers > 1 and not case.evaluated:

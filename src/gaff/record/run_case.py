@@ -99,12 +99,13 @@ class RunCase:
     def is_too_large_at_first(self) -> bool:
         """Whether the first loss of a regression is a hundred times what guessing gives, and its targets are near zero.
 
-        A model that returns zeros would have at most a twenty-fifth of that loss. Not where inputs are far from zero.
+        A model that returns zeros would have at most a twenty-fifth of that loss, which is above 25: one that begins
+        with numbers of about one is not too large for targets that are tiny. Not where inputs are far from zero.
         """
         if self.loss is None or self.reach is None or self.is_acting or self.found("input_scale") is not None:
             return False
         (name, curve), farthest = self.loss, max(map(abs, self.reach))
-        return curve.start > max(100 * self.guess.get(name, math.inf), 25 * farthest, 25 * farthest**2)
+        return curve.start > max(100 * self.guess.get(name, math.inf), 25 * farthest, 25 * farthest**2, 25.0)
 
     @property
     def has_settled(self) -> bool:

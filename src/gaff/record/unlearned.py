@@ -11,6 +11,7 @@ from gaff.record.run_case import RunCase
 _EARLY = 50  # steps in which what targets do is seen
 _BESIDE = ("padding_attended", "padding_in_loss")  # with which a loss falls all the same
 _HARMLESS = ("sparse_gradient", *_BESIDE)
+_VERY_FAR = 1e4  # one whose gradients are above any limit for them at any time
 _FAR = 100.0  # a target of a regression in units of its own; chosen: a fresh layer returns numbers of about one
 
 
@@ -85,16 +86,18 @@ def targets_far_from_zero(case: RunCase) -> Claim | None:
     """A regression with targets above a hundred, far from zero beside their spread, and a model that begins at zero.
 
     So says its first loss: it is above twice of what the spread alone makes of it, and about what the middle of the
-    targets, or its square, is. Where something follows from it in fifty steps: gradients or steps that are too large, a
-    loss that rises or jumps, or one that does not fall and dead units.
+    targets, or its square, is. Where something follows from it in fifty steps: gradients or steps that are too large
+    (with targets above 10,000 whenever that is), a loss that rises or jumps, or one that does not fall and dead units.
     """
     harm = case.found("exploding", "diverging", "update_large")
     if harm is None and case.loss is not None and not case.loss[1].fell():
         harm = case.found("dead_units", "saturated", "output_constant", "no_signal")
     began = [one.since for one in (harm,) if one is not None] + [one[1] for one in (case.rise,) if one is not None]
-    is_harmed = case.jump is not None or any(step <= _EARLY for step in began)
     low, high = case.reach or (0.0, 0.0)
-    if case.loss is None or max(abs(low), abs(high)) < _FAR or not is_harmed or case.is_acting:
+    farthest = max(abs(low), abs(high))
+    latest = math.inf if farthest > _VERY_FAR and case.found("exploding") is not None else _EARLY
+    is_harmed = case.jump is not None or any(step <= latest for step in began)
+    if case.loss is None or farthest < _FAR or not is_harmed or case.is_acting:
         return None
     name, curve = case.loss
     middle = abs(low + high) / 2
@@ -117,21 +120,24 @@ def targets_far_from_zero(case: RunCase) -> Claim | None:
 def begins_too_large(case: RunCase) -> Claim | None:
     """A model that returns far too much at first, as a recurrence does that grows from step to step.
 
-    Where something follows from it: gradients or updates that are too large, a loss that rises, jumps or becomes NaN.
+    Where something follows from it: gradients or updates that are too large, a loss that rises, jumps or becomes NaN,
+    or one that has not come down to a tenth above guessing in a hundred steps or more.
     """
     harm = case.found("nonfinite", "exploding", "diverging", "update_large", "half_range")
     if case.loss is None or case.reach is None or not case.is_too_large_at_first:
         return None
-    if harm is None and case.jump is None and case.rise is None:
-        return None
     (name, curve), farthest = case.loss, max(map(abs, case.reach))
+    is_above = case.steps >= 100 and curve.last > 1.1 * case.guess[name]
+    if harm is None and case.jump is None and case.rise is None and not is_above:
+        return None
     told = (f"the first loss is {curve.start:.4g}, where guessing comes to {case.guess[name]:.4g}, and no target is "
             f"above {farthest:.4g} in magnitude", *(() if harm is None else (evidence_of(harm),)))  # fmt: skip
     return Claim("begins_too_large", "likely", "what the model returns at first is far too large: its initial weights "
                  "make values grow from layer to layer, or from step to step", told, 0,
                  "smaller initial weights, orthogonal ones for a recurrence; normalise between layers; gaff.trace "
                  "tells where values grow", ("learning_rate_too_high", "nonfinite", "exploding", "diverging",
-                 "update_large", "loss_spike", "dead_units", "sparse_gradient", "half_range", "initial_loss"),
+                 "update_large", "loss_spike", "dead_units", "sparse_gradient", "half_range", "initial_loss",
+                 "worse_than_guessing", "loss_does_not_fall"),
                  ("lr=0.1x", "clip"))  # fmt: skip
 
 

@@ -61,10 +61,20 @@ def is_normalised(sample: Sample, model: str, rms: float) -> bool:
     """Whether the model brings its input, of this rms, to another scale before its first layer with weights.
 
     Weights as torch initialises them, uniform and with a deviation of one over the root of three times the inputs of a
-    unit, make rms / sqrt(3) of it. Embeddings are given other inputs, and are passed over.
+    unit, make rms / sqrt(3) of it. Embeddings are given other inputs, and are passed over. Of a layer whose weights
+    have other names, a recurrent one, nothing is known by what it returns, which may be bounded.
     """
+    matrices = {
+        path_of(address).rpartition(".")[0]
+        for (owner, address), known in sample.parameters.items()
+        if owner == model and known.kind == "weight"
+    }
     for key, row in sample.port("output").items():
         known = sample.parameters.get((model, f"{path_of(key[1])}.weight:param"))
-        if key[0] == model and known is not None and known.kind != "embedding":
+        if key[0] != model or (known is not None and known.kind == "embedding"):
+            continue
+        if known is not None:
             return known.kind != "weight" or (row.count > 0 and row.rms < 0.1 * rms / math.sqrt(3))
+        if path_of(key[1]) in matrices:
+            return False
     return False

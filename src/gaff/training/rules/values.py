@@ -423,7 +423,7 @@ def random_in_eval(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.5,
 )
 def train_mode_in_eval(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Forwards without gradients in training mode, of a model with dropout or BatchNorm:
+    """Forwards without gradients in training mode, of a model with dropout (also F.dropout) or BatchNorm:
 
     ten in a row, or the first after five steps or more without any; those that come in every step (rollouts, teachers)
     are no evaluation.

@@ -48,11 +48,14 @@ class EvaluationCalls:
         self._losses.switch(is_on=False)
 
     def run_begins(self, sampled: SampledStep, *, is_training: bool) -> None:
-        """A run of an evaluation begins that is looked at; ``is_training``: the model's mode, wrong as that may be."""
+        """A run of an evaluation begins that is looked at; ``is_training``: the model's mode, wrong as that may be.
+
+        In training mode a dropout is listened for where nothing else tells yet that the mode matters.
+        """
         if has_asked_to_compile():
             return
         self._sampled = sampled
-        self._dropouts.switch(is_on=not is_training)
+        self._dropouts.switch(is_on=not is_training or sampled.facts.get("train_mode") == [])
 
     def listen(self, step: int) -> None:
         """An evaluation begins at this step: listen for its losses."""
@@ -78,10 +81,14 @@ class EvaluationCalls:
             self._told("evaluated", step, losses=means, among=among)
 
     def _dropped(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A dropout is called in an evaluation in eval mode: if it is active, the result is uncertain."""
+        """A dropout is called in an evaluation: if it is active, the result is uncertain, whatever the mode is."""
         module, sampled = calling_module(), self._sampled
         entry = self._models.entries.get(module) if module is not None and drops(name, args, kwargs) else None
-        if sampled is not None and entry is not None:
+        if sampled is None or entry is None:
+            return
+        if sampled.facts["training"]:
+            sampled.facts["train_mode"] = [entry.model]
+        else:
             sampled.facts.setdefault("dropout_in_eval", []).append([entry.model, entry.path])
 
     def _loss_returned(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
