@@ -305,6 +305,10 @@ def test_what_kills_the_process_leaves_its_very_last_step(tmp_path):
     assert rows[-1].step == 90
     assert rows[-1].losses["loss"] == float(ran.stdout)
     assert len(rows) == ROWS
+    loss = gaff.load(tmp_path / "run").scalar("loss")  # with the steps that the log does not have
+    assert (loss.steps[-ROWS:], loss.values[-1]) == (list(range(91 - ROWS, 91)), float(ran.stdout))
+    assert "no loss was seen" not in str(gaff.load(tmp_path / "run").verdict)
+    assert gaff.load(tmp_path / "run").overhead is None
 
 
 def test_the_step_of_a_second_optimizer_belongs_to_the_same_step(tmp_path):

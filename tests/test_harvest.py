@@ -185,7 +185,7 @@ def test_a_harvest_that_was_killed_ends_with_the_bytes_of_one_that_was_not(tmp_p
     assert kills >= 12
     assert harvest(killed).is_complete
     expected = tree(whole)
-    assert {name: one for name, one in tree(killed).items() if not name.startswith((".", "order"))} == {
+    assert {name: one for name, one in tree(killed).items() if not name.startswith("order")} == {
         name: one for name, one in expected.items() if not name.startswith("order")
     }
 
@@ -431,6 +431,12 @@ def test_ranks_take_shards_by_number(tmp_path, monkeypatch):
         assert store.is_complete == (rank == "1")
     assert tree(tmp_path / "parts") == tree(tmp_path / "whole")
     assert torch.equal(store["0"][:], whole["0"][:])
+
+
+def test_one_label_is_no_list_of_them(tmp_path):
+    store = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts")
+    with pytest.raises(gaff.PlanError, match=r"labels='sample': expected a list of names, such as \['sample'\]"):
+        store.loader("0", labels="sample")
 
 
 @pytest.mark.parametrize("shuffle", [None, 0])
@@ -1018,6 +1024,17 @@ def test_a_damaged_end_is_told(tmp_path, told):
 def test_numbers_of_rows_are_no_mask(tmp_path, odd):
     with pytest.raises(gaff.PlanError, match="expected a tensor of booleans or 0 and 1"):
         gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", rows=lambda batch: odd[: len(batch[0])])
+
+
+@pytest.mark.parametrize("key", ["mask", "attn_mask"])
+def test_a_mask_by_another_name_is_asked_for(tmp_path, key):
+    model, ids = nn.Embedding(9, WIDTH), torch.tensor([[1, 2, 0, 0], [3, 4, 5, 0]])
+    batches = [{"input_ids": ids, key: ids > 0}]
+    options = {"rows": "token", "inputs": lambda batch: batch["input_ids"]}
+    with pytest.raises(gaff.PlanError, match=f"no 'attention_mask' in the batch, which has '{key}': expected mask="):
+        gaff.harvest(model, batches, ":output", out=tmp_path / "asked", **options)
+    store = gaff.harvest(model, batches, ":output", out=tmp_path / "acts", mask=key, **options)
+    assert store.labels["token"][:].tolist() == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("is_loader", [True, False])

@@ -166,6 +166,9 @@ def test_slips_are_answered_with_what_there_is(tmp_path):
         record.series("a", "median")
     with pytest.raises(RecordError, match="no scalar 'los'.*: expected one of seconds, loss:l"):
         record.scalar("los")
+    for ask in (lambda phase: record.series("a", "mean", phase), lambda phase: record.latest("a", phase)):
+        with pytest.raises(RecordError, match=r"no phase 'training' in .*: expected 'train' or 'eval'"):
+            ask("training")
     with pytest.raises(RecordError, match=r"no rank 3 .*: expected one of \[0\]"):
         record.series("a", "mean", rank=3)
 

@@ -589,6 +589,8 @@ def test_a_rule_of_ones_own():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"out": ""}, PlanError, "out='': expected the name of a new folder, or None to keep no record"),
+        ({"out": __file__}, RecordError, r"test_watch.py' is a file: expected the name of a new folder"),
         ({"every": 0}, PlanError, "every=0: expected a number of steps, 1 or more"),
         ({"budget": 2}, PlanError, "budget=2: expected a share of the time between 0 and 1"),
         ({"only": "fc1"}, PlanError, r"only='fc1': expected a list of patterns, such as \['fc1'\]"),

@@ -33,7 +33,8 @@ export function bytes(size: number): string {
   return `${size} B`;
 }
 
-export function percent(share: number): string {
+export function percent(share: number | null): string {
+  if (share === null) return "";
   return `${(100 * share).toFixed(share < 0.01 ? 2 : share < 0.1 ? 1 : 0)} %`;
 }
 

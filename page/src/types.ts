@@ -63,7 +63,7 @@ export interface About {
   ended: string;
   hasFailed: boolean;
   cost: string;
-  spent: number;
+  spent: number | null;
   steady: number | null;
   settings: [string, string][];
   evaluated: [string, number, number][]; // name, step, loss
@@ -78,7 +78,7 @@ export interface Run {
   steps: number;
   complete: boolean;
   error: string;
-  overhead: number;
+  overhead: number | null;
   about?: About; // not of a run that has still to begin
   rank: number;
   ranks: number[];

@@ -316,7 +316,8 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
         out: a new folder, or that of the same harvest, which is completed; or a place in an object store: a URL such
             as ``s3://bucket/acts``, or a store of ``obstore`` (extra ``objects``).
         rows: what one row is. "sample": the first dimension; "token": the first two, where the mask is true (that of
-            ``attention_mask``, or all); "position": the first two; or a function from a batch to a mask over them.
+            ``attention_mask``, or all of a batch without a mask); "position": the first two; or a function from a
+            batch to a mask over them.
         loss: of gradients, a function (output, batch) -> scalar; ``.grad`` of parameters is as before afterwards.
         inputs: a function from a batch to what the model takes.
         mask: the key of another mask in the batch, for "token".

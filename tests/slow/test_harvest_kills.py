@@ -35,7 +35,7 @@ def begun(folder, shard=1, **options):
 
 
 def rows_of(folder):
-    return {name: one for name, one in tree(folder).items() if not name.startswith((".", "order", "open"))}
+    return {name: one for name, one in tree(folder).items() if not name.startswith(("order", "open"))}
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ function summary(page: Page): HTMLElement {
       ["device", about.device, ""],
       ["ended with", about.ended, about.hasFailed ? "error" : ""],
       ["looked at", `${run.looks} of ${run.steps} steps`, ""],
-      ["overhead", about.steady === null ? percent(about.spent) : `${percent(about.steady)}, at first more`, ""],
+      ["overhead", about.spent === null ? "not in the record" : about.steady === null ? percent(about.spent) : `${percent(about.steady)}, at first more`, ""],
       ["processes", run.ranks.length > 1 ? `${run.ranks.length}` : "", ""],
     );
   }

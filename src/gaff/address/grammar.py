@@ -230,7 +230,10 @@ def _read_names(text: str) -> tuple[tuple[Name, ...], int]:
             break
         at += 1
         if not _SEGMENT.match(text, at):
-            raise SiteError(f"address {text!r} has an empty name at character {at}: expected a name after '.'")
+            odd = text[at : at + 1].strip(".:@/")
+            what = f"{odd!r}" if odd else "an empty name"
+            hint = "; one with other characters is written in backticks" if odd else ""
+            raise SiteError(f"address {text!r} has {what} at character {at}: expected a name after '.'{hint}")
     if names.count(ANY_DEPTH) > _MOST_DEPTHS:
         raise SiteError(f"address {text!r:.60} has {names.count(ANY_DEPTH)} '**': expected {_MOST_DEPTHS} at most")
     return tuple(names), at

@@ -163,7 +163,8 @@ def find_site(model: nn.Module, site: Site) -> list[Found]:
     if is_container(module):
         if reason := getattr(module, "why_untold", ""):
             raise SiteError(f"{site}: this exported graph cannot tell it: {reason}; torch.export.unflatten(ep) can")
-        inside = ", ".join(f"{site.path}.{name}" for name in list(module._modules)[:3]) or "nothing"
+        names = list(module._modules)[:3]
+        inside = ", ".join(str(Site(join(site.path, name))) for name in names) or "nothing"
         raise SiteError(
             f"{site}: {site.path!r} is a {type(module).__name__}, a container that is never called itself; "
             f"address what is inside: {inside} ..., or {site.path}.*"

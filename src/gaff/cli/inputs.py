@@ -158,6 +158,8 @@ def _text(spec: str, folder: str) -> Call:
 
 def tokenizer_of(folder: str, what: str) -> Any:
     """The tokenizer in the folder of a transformers model; ``what`` needs it, and begins the message without it."""
+    if not Path(folder).is_dir():
+        raise PlanError(f"{what}: {folder!r} is no folder: expected that of a transformers model")
     tokenizers = need("transformers", "transformers", for_=what).AutoTokenizer
     return tokenizers.from_pretrained(folder, local_files_only=True)
 

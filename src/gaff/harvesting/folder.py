@@ -7,10 +7,9 @@ import re
 from os import PathLike
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from gaff.errors import PlanError, RecordError
-from gaff.harvesting.location import OPEN, SHARDS, Location, StoredRows, shard_path, writing
+from gaff.harvesting.location import OPEN, SHARDS, Location, StoredRows, draft_in, shard_path, writing
 from gaff.harvesting.tensor_file import StoredTensor, WrittenTensor, sync
 
 
@@ -60,23 +59,22 @@ class Folder:
             raise RecordError(f"{self.path / path}: cannot be read: {error.strerror}") from None
 
     def create(self, path: str, content: bytes) -> bool:
-        """Write a draft beside it, and give it its name by a link, which the file system refuses where one is there."""
+        """Write a draft, and give it its name by a link, which the file system refuses where one is there."""
         with writing(self):
             return self._create(self.path / path, content)
 
     def _create(self, place: Path, content: bytes) -> bool:
         place.parent.mkdir(parents=True, exist_ok=True)
-        draft = place.with_name(f".{place.name}-{uuid4().hex[:8]}")
-        try:
+        with draft_in(self.drafts(), 0) as folder:
+            draft = folder / place.name
             with draft.open("xb") as file:
                 file.write(content)
                 file.flush()
                 sync(file)
-            os.link(draft, place)
-        except FileExistsError:
-            return False
-        finally:
-            draft.unlink(missing_ok=True)
+            try:
+                os.link(draft, place)
+            except FileExistsError:
+                return False
         sync_folder(place.parent)
         return True
 

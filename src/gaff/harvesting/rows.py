@@ -40,6 +40,11 @@ class Selection:
                 self._set(_as_mask(found, f"the mask {mask or _MASK!r}"))
             elif mask is not None:
                 raise PlanError(f"mask={mask!r} is not in the batch: expected a key of it")
+            elif others := _other_masks(given.batch):
+                raise PlanError(
+                    f"rows='token' finds no {_MASK!r} in the batch, which has {', '.join(map(repr, others))}: expected "
+                    "mask= with the key that tells padding, or rows='position' for every position"
+                )
         if self._mask is None and self._dims > 1:
             tokens = column(given.batch, _TOKENS)
             if isinstance(tokens, Tensor) and tokens.dim() == self._dims:
@@ -131,6 +136,12 @@ def column(batch: Any, key: Any) -> Any:
     if isinstance(key, int):
         return batch[key] if isinstance(batch, (tuple, list)) and -len(batch) <= key < len(batch) else None
     return batch[key] if hasattr(batch, "keys") and key in batch.keys() else None  # noqa: SIM118  # tokenizers' batches
+
+
+def _other_masks(batch: Any) -> list[str]:
+    """The keys of a batch that are called a mask, one of which may tell what is padding."""
+    keys = list(batch.keys()) if hasattr(batch, "keys") else []
+    return [key for key in keys if isinstance(key, str) and "mask" in key.lower()]
 
 
 def own_columns(batch: Any, labels: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]) -> dict[str, Any]:

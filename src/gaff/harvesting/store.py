@@ -245,6 +245,8 @@ class Store(Mapping[str, Column]):
             shuffle: a seed; None: in the order of the store.
             labels: columns of labels that come along.
         """
+        if isinstance(labels, str):
+            raise PlanError(f"labels={labels!r}: expected a list of names, such as [{labels!r}]")
         both = set(sites) & set(labels)
         if both:
             raise PlanError(f"{both.pop()!r} is asked for as a site and as a label: expected one, or a loader for each")

@@ -134,11 +134,6 @@ def read_ring(path: Path) -> list[Flight]:
     return [flight for _, flight in sorted(found, key=lambda one: one[0])]
 
 
-def steps_of(path: Path) -> int:
-    """How many steps had been completed when the last row was written. Raises RecordError for what is no ring."""
-    return max((one.step + 1 for one in read_ring(path) if one.seconds > 0), default=0)  # 0: it had begun only
-
-
 def read_left(path: Path) -> str:
     """Why the log beside this file was not written any further; empty where it was. Raises RecordError as above."""
     return _read(path)[_BEGIN - _LAST : _BEGIN].partition(b"\0")[0].decode("utf-8", "replace")

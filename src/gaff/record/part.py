@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from array import array
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from gaff.errors import RecordError
 from gaff.record.absent import ABSENT
 from gaff.record.finding import Finding
+from gaff.record.flight import ENDING, read_ring
 from gaff.record.log import EVENT, LAYOUT, MATRIX, SERIES, LogReader
 from gaff.record.matrix import Layout, Table, number_of, unpack, unpack_series
 
@@ -28,14 +30,15 @@ class RankPart:
     A ``Record`` makes and owns one for each log. ``read`` only ever adds. ``tables`` are step and payload of each
     MATRIX frame in the order of the file, still compressed: ``table`` unpacks one when it is asked for and keeps it in
     ``parsed``, by its place and by whether its magnitudes were wanted. ``layouts`` are by number. The columns of
-    ``series`` are always of one length, and ``step`` is one of them. ``events`` are JSON objects whose parts were
-    checked, each with its step.
+    ``series`` are always of one length, and ``step`` is one of them; the last steps are those of the ring where a
+    process left before its log had them. ``events`` are JSON objects whose parts were checked, each with its step.
     """
 
     rank: int
     reader: LogReader
     layouts: dict[int, Layout] = field(default_factory=dict)
     tables: list[tuple[int, bytes]] = field(default_factory=list)  # step, payload
+    logged: dict[str, array[float]] = field(default_factory=dict)  # the series without what the ring has
     series: dict[str, array[float]] = field(default_factory=dict)
     events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     parsed: dict[tuple[int, bool], Table] = field(default_factory=dict)
@@ -49,27 +52,30 @@ class RankPart:
             elif frame.kind == MATRIX:
                 self.tables.append((frame.step, frame.payload))
             elif frame.kind == SERIES:
-                self._add_series(unpack_series(frame.payload))
+                self._add_series(self.logged, unpack_series(frame.payload))
             elif frame.kind == EVENT:
                 self.events.append((frame.step, _checked(frame.json())))
+        self.series = self.logged
+        if late := _late(self.reader.path.with_suffix(ENDING), max(self.logged.get("step", ()), default=-1.0)):
+            self.series = {name: values[:] for name, values in self.logged.items()}
+            self._add_series(self.series, late)
 
-    def _add_series(self, columns: dict[str, array[float]]) -> None:
-        """Append rows to the series; where a column is missing, before or in these rows, it is filled with ``ABSENT``.
+    def _add_series(self, known: dict[str, array[float]], columns: dict[str, array[float]]) -> None:
+        """Append rows to series; where a column is missing, before or in these rows, it is filled with ``ABSENT``.
 
         Raises RecordError for steps that are not finite numbers from 0 on, and where the series of this process would
         hold more than 2**27 numbers.
         """
         if not all(math.isfinite(step) and step >= 0 for step in columns.get("step", [math.nan])):
             raise RecordError("a series has no steps, or steps that are no numbers")
-        known = len(self.series.get("step", ()))
-        rows = len(columns.get("step", ()))
-        if (known + rows) * len({*self.series, *columns}) > _MOST_CELLS:
+        before, rows = len(known.get("step", ())), len(columns.get("step", ()))
+        if (before + rows) * len({*known, *columns}) > _MOST_CELLS:
             raise RecordError(f"series of more than {_MOST_CELLS} numbers are none of gaff's")
         for name, values in columns.items():
-            if name not in self.series:
-                self.series[name] = array("d", [ABSENT]) * known
-            self.series[name].extend(values)
-        for name, values in self.series.items():
+            if name not in known:
+                known[name] = array("d", [ABSENT]) * before
+            known[name].extend(values)
+        for name, values in known.items():
             if name not in columns:
                 values.extend([ABSENT] * rows)
 
@@ -91,6 +97,24 @@ class RankPart:
     def latest(self, kind: str) -> dict[str, Any] | None:
         """The latest event of one kind, such as ``model``, ``progress`` or ``end``; None where there is none."""
         return next((one for _, one in reversed(self.events) if one.get("kind") == kind), None)
+
+
+def _late(ring: Path, last: float) -> dict[str, array[float]]:
+    """The completed steps of a ring after step ``last``, as columns; empty where there are none, or no ring to read.
+
+    A loss that the ring has as NaN may be one that nobody waited for: it is left out.
+    """
+    try:
+        rows = [one for one in read_ring(ring) if one.step > last and one.seconds > 0] if ring.exists() else []
+    except RecordError:  # ``Record.flight`` says why
+        return {}
+    names = dict.fromkeys(name for row in rows for name in row.losses)
+    columns = {"step": [float(row.step) for row in rows], "seconds": [row.seconds for row in rows],
+               "lr": [row.lr for row in rows]}  # fmt: skip
+    for name in names:
+        values = (row.losses.get(name, math.nan) for row in rows)
+        columns[f"loss:{name}"] = [ABSENT if math.isnan(value) else value for value in values]
+    return {name: array("d", values) for name, values in columns.items()} if rows else {}
 
 
 def _checked(event: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from gaff.record.experiments import Experiments, compare, read_tried
 from gaff.record.factors import at_first_scale, factor_of, guesses
 from gaff.record.finding import SEVERITIES, Finding, by_severity
 from gaff.record.flight import ENDING as RING
-from gaff.record.flight import Flight, read_left, read_ring, steps_of
+from gaff.record.flight import Flight, read_left, read_ring
 from gaff.record.label_order import label_order
 from gaff.record.log import MAGIC, LogReader
 from gaff.record.part import RankPart
@@ -82,7 +82,6 @@ class Record:
         self._open()
         for part in self._parts:
             part.read()
-        self._flown = max(_flown(part.reader.path.with_suffix(RING)) for part in self._parts)
 
     def _open(self) -> None:
         """Take in the logs that are not known yet, by the rank in their names.
@@ -144,7 +143,7 @@ class Record:
     def steps(self) -> int:
         """Optimizer steps completed: those of the logs, and of a process that was killed also the ones that its ring of
         last steps holds and its log does not yet. A ring that cannot be read counts none; ``flight`` says why."""
-        most = self._flown
+        most = 0
         for part in self._parts:
             looks = [step for step, one in part.events if one.get("kind") == "look" and one.get("phase") == "train"]
             most = max([most, *(step + 1 for step in looks)])
@@ -162,10 +161,10 @@ class Record:
         return sorted(dict.fromkeys(told))
 
     @property
-    def overhead(self) -> float:
-        """The share of the run's time that watching took, as it measured itself."""
+    def overhead(self) -> float | None:
+        """The share of the run's time that watching took, as it measured itself; None where the record ends before."""
         told = [part.latest("end") or part.latest("progress") for part in self._parts]
-        return max((float(one["overhead"]) for one in told if one and "overhead" in one), default=0.0)
+        return max((float(one["overhead"]) for one in told if one and one.get("seconds")), default=None)
 
     @property
     def is_complete(self) -> bool:
@@ -245,7 +244,7 @@ class Record:
         ``rank``: a process, or "all" for their parts put together, at the steps that all have looked at (Chan, Golub &
         LeVeque 1979). Raises RecordError with near names, and for parts that do not add up.
         """
-        key = _find(self.names(), site, self.path)
+        key = _find(self.names(), site, self.path, phase)
         if rank == "all":
             return Series(*together(self._parts, key, stat, phase))
         steps, values = [], []
@@ -266,7 +265,7 @@ class Record:
 
     def latest(self, site: str, phase: str = "train", rank: int = 0) -> dict[str, float]:
         """All numbers of one site at the last look that has it, with its step; empty where there is none."""
-        key = _find(self.names(), site, self.path)
+        key = _find(self.names(), site, self.path, phase)
         part = self.part(rank)
         for at in range(len(part.tables) - 1, -1, -1):
             table = part.table(at)
@@ -279,7 +278,7 @@ class Record:
 
     def magnitudes(self, site: str, phase: str = "train", rank: int = 0) -> list[tuple[int, list[float]]]:
         """For each sampled step the shares of the finite elements in the 64 buckets of magnitude, within 3.3 %."""
-        key = _find(self.names(), site, self.path)
+        key = _find(self.names(), site, self.path, phase)
         part = self.part(rank)
         found = []
         for at, (step, _) in enumerate(part.tables):
@@ -320,8 +319,11 @@ def _left(part: RankPart) -> str:
         return ""
 
 
-def _find(names: dict[str, tuple[str, str]], site: str, path: Path) -> tuple[str, str]:
-    """Model and address of a name; the model's may be left out. Raises RecordError with near names."""
+def _find(names: dict[str, tuple[str, str]], site: str, path: Path, phase: str) -> tuple[str, str]:
+    """Model and address of a name; the model's may be left out. Raises RecordError with near names, and for a phase
+    that is none."""
+    if phase not in ("train", "eval"):
+        raise RecordError(f"no phase {phase!r} in {path}: expected 'train' or 'eval'")
     if site in names:
         return names[site]
     full = {_joined(*key): key for key in names.values()}
@@ -362,14 +364,6 @@ def _read_head(path: Path) -> dict[str, Any]:
             f"{path}: version {version!r} of the format: this gaff reads up to {VERSION}; install a later"
         )
     return dict(found)
-
-
-def _flown(ring: Path) -> int:
-    """How many steps a ring says were completed; 0 where it is not there or cannot be read."""
-    try:
-        return steps_of(ring) if ring.exists() else 0
-    except RecordError:
-        return 0
 
 
 def _case(record: Record) -> RunCase:

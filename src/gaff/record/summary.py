@@ -28,19 +28,18 @@ class Cost:
     steady: float | None
 
     @property
-    def share(self) -> float:
-        """The part of the time since the first step that went into watching, from 0 to 1."""
-        return self.spent_s / self.total_s if self.total_s else 0.0
+    def share(self) -> float | None:
+        """The part of the time since the first step that went into watching, from 0 to 1; None where it is not told."""
+        return self.spent_s / self.total_s if self.total_s else None
 
     def __str__(self) -> str:
-        if not self.total_s:
+        share = self.share
+        if share is None:
             return "what watching took is not in the record"
-        told = (
-            f"watching took {_duration(self.spent_s)} of processor time in {_duration(self.total_s)} ({self.share:.1%})"
-        )
+        told = f"watching took {_duration(self.spent_s)} of processor time in {_duration(self.total_s)} ({share:.1%})"
         if self.steady is not None:
             return f"{told}, and {self.steady:.1%} after the first five seconds"
-        return f"{told}; the first looks of a run may take half a second" if self.share > 0.015 else told
+        return f"{told}; the first looks of a run may take half a second" if share > 0.015 else told
 
 
 @dataclass(frozen=True, slots=True)

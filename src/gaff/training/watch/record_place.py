@@ -29,7 +29,9 @@ def prepare(settings: Settings) -> None:
     if folder is None:
         return
     try:
-        if folder.exists() and (not folder.is_dir() or list(folder.glob(f"rank{settings.rank}*{ENDING}"))):
+        if folder.exists() and not folder.is_dir():
+            raise RecordError(f"{str(folder)!r} is a file: expected the name of a new folder")
+        if list(folder.glob(f"rank{settings.rank}*{ENDING}")):
             raise RecordError(f"{str(folder)!r} holds a run already: expected a new folder; name another, or remove it")
         folder.mkdir(parents=True, exist_ok=True)
         head = folder / HEAD

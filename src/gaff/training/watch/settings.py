@@ -94,6 +94,8 @@ class Settings:
                 f"tell={self.tell!r} cannot be called: expected a function of a line of text, such as print"
             )
         if self.out is not None:
+            if not str(self.out):
+                raise PlanError("out='': expected the name of a new folder, or None to keep no record")
             object.__setattr__(self, "out", Path(self.out))
 
     @classmethod
