@@ -71,7 +71,7 @@ def claims(case: RunCase) -> list[Claim]:
         case = case.without("saturated").without("vanishing").without("sparse_gradient")
     if case.has_settled:  # updates that are nothing any more are what the schedule wants
         case = case.without("never_updated").without("update_small")
-    if case.optimizers > 1 and not case.evaluated:
+    if case.optimizers > 1 and not case.evaluated.losses:
         case = case.without("train_mode_in_eval")  # an adversary's samples
     found = [claim for ask in _CAUSES if (claim := ask(case)) is not None and not _is_refuted(claim, case)]
     follow = {name for one in found for name in one.explains}
@@ -177,7 +177,7 @@ def evaluated_in_training_mode(case: RunCase) -> Claim | None:
     Without any, a run without gradients may be another thing: statistics that are taken anew, samples of a generator.
     """
     finding = case.found("train_mode_in_eval")
-    if finding is None or not case.evaluated:
+    if finding is None or not case.evaluated.losses:
         return None
     return Claim(finding.rule, "certain", told_of(finding), (evidence_of(finding),), finding.since, finding.remedy)
 

@@ -28,7 +28,7 @@ from gaff.record.label_order import label_order
 from gaff.record.log import MAGIC, LogReader
 from gaff.record.part import RankPart
 from gaff.record.ranks import divergence, holds_parts, lost, scalar_together, slow, together
-from gaff.record.run_case import RunCase, SingleSteps, Unstepped
+from gaff.record.run_case import Evaluations, RunCase, SingleSteps, Unstepped
 from gaff.record.sample import acts
 from gaff.record.statistics import DERIVED, value_of
 from gaff.record.verdict import STOPPED, Verdict, judge
@@ -391,8 +391,7 @@ def _case(record: Record) -> RunCase:
         SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search, is_raised, last),
         2 * sum(map(acts, looks)) > len(looks),
         {name: factor_of(name, told) for name in losses},
-        record.evaluated(part.rank),
-        _is_evaluated_alike(part, looks),
+        Evaluations(record.evaluated(part.rank), _is_evaluated_alike(part, looks)),
         _reach(looks),
         label_order(told),
     )  # fmt: skip

@@ -42,6 +42,17 @@ class Unstepped(NamedTuple):
     has_modules: bool = True
 
 
+class Evaluations(NamedTuple):
+    """What was heard of evaluations.
+
+    ``losses``: by the names of torch's functions, each with its step; ``is_alike``: training and evaluations have a
+    cross entropy over the same classes.
+    """
+
+    losses: dict[str, tuple[tuple[int, float], ...]] = {}
+    is_alike: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class RunCase:
     """A run as causes see it.
@@ -53,10 +64,9 @@ class RunCase:
     running it again with one thing changed, where that was done; ``unstepped``: what is told where no optimizer
     made a step; ``single``: what is told of single steps; ``is_acting``: most steps are those of an agent, whose
     loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was multiplied by
-    before its backward pass; ``evaluated``: by the names of torch's functions the losses of evaluations, each with
-    its step; ``is_evaluated_alike``: training and evaluations have a cross entropy over the same classes; ``reach``:
-    the usual least and largest target of a batch, of squared and absolute errors, None without any; ``order``: of
-    labels, where the data comes in the order of them.
+    before its backward pass; ``evaluated``: what was heard of evaluations; ``reach``: the usual least and largest
+    target of a batch, of squared and absolute errors, None without any; ``order``: of labels, where the data comes in
+    the order of them.
     """
 
     findings: tuple[Finding, ...]
@@ -71,8 +81,7 @@ class RunCase:
     single: SingleSteps = field(default_factory=SingleSteps)
     is_acting: bool = False
     factors: dict[str, float] = field(default_factory=dict)
-    evaluated: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
-    is_evaluated_alike: bool = False
+    evaluated: Evaluations = field(default_factory=Evaluations)
     reach: tuple[float, float] | None = None
     order: LabelOrder | None = None
 

@@ -172,13 +172,14 @@ def learned_by_heart(case: RunCase) -> Claim | None:
     What it learns then holds for the training examples alone. Asked where nothing else was found in a hundred steps,
     and both are cross entropies over the same classes.
     """
-    if case.loss is None or case.steps < 100 or not case.is_evaluated_alike:
+    if case.loss is None or case.steps < 100 or not case.evaluated.is_alike:
         return None
     if any(one.rule not in _BESIDE for one in case.findings):
         return None
     name, curve = case.loss
     guess = case.guess.get(name, math.nan) / case.factors.get(name, 1.0)
-    told = next((case.evaluated[one] for one in ("cross_entropy", "nll_loss") if case.evaluated.get(one)), ())
+    known = case.evaluated.losses
+    told = next((known[one] for one in ("cross_entropy", "nll_loss") if known.get(one)), ())
     values = [value for _, value in told]
     trained = curve.last / case.factors.get(name, 1.0)
     if len(values) < 2 or not trained < 0.99 * guess or min(values) < 0.99 * guess:

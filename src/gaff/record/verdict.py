@@ -154,7 +154,7 @@ def _judged(case: RunCase) -> str:
     if curve.last > _NEAR_GUESSING * guess > 0:
         told += f", where guessing comes to {guess:.4g}"
     told += _of_successors(case)
-    for function, pairs in list(case.evaluated.items())[:1]:
+    for function, pairs in list(case.evaluated.losses.items())[:1]:
         at, least = min(pairs, key=lambda pair: pair[1])
         told += f"; the loss of evaluations, {function}, went from {pairs[0][1]:.4g} to {pairs[-1][1]:.4g}" \
             if len(pairs) > 1 else f"; that of the one evaluation, {function}, was {least:.4g}"  # fmt: skip
