@@ -15,7 +15,7 @@ from gaff.record.causes import claims
 from gaff.record.curve import Curve
 from gaff.record.finding import Finding
 from gaff.record.label_order import label_order
-from gaff.record.run_case import RunCase, SingleSteps
+from gaff.record.run_case import Evaluations, RunCase, SingleSteps
 from gaff.record.verdict import STATES, judge
 
 
@@ -202,7 +202,7 @@ def test_a_single_step_at_the_end_is_no_stretch_of_its_own():
     ],
 )
 def test_overfitting_is_two_evaluations_that_are_worse_while_the_loss_falls(pairs, told):
-    case = RunCase((), 200, 50, {"loss": curve(falling())}, evaluated={"cross_entropy": tuple(pairs)})
+    case = RunCase((), 200, 50, {"loss": curve(falling())}, evaluated=Evaluations({"cross_entropy": tuple(pairs)}))
     cause = judge(case).cause
     assert ("overfits" in cause) == bool(told), cause
 

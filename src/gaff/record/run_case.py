@@ -42,14 +42,15 @@ class Unstepped(NamedTuple):
     has_modules: bool = True
 
 
-class Evaluations(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Evaluations:
     """What was heard of evaluations.
 
     ``losses``: by the names of torch's functions, each with its step; ``is_alike``: training and evaluations have a
     cross entropy over the same classes.
     """
 
-    losses: dict[str, tuple[tuple[int, float], ...]] = {}
+    losses: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     is_alike: bool = False
 
 
