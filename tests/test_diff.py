@@ -184,6 +184,20 @@ def test_one_that_returns_more_tensors_is_compared_by_the_first(bias):
         )
 
 
+def test_a_batch_without_rows_is_another_input():
+    net, x = nn.Linear(4, 4), torch.randn(3, 4)
+    found = gaff.diff(gaff.trace(net, x), gaff.trace(net, x[:0]))
+    assert found.verdict.startswith("they were given different inputs: shape 3x4 against 0x4")
+
+
+def test_complex_elements_that_differ_are_told_without_a_number():
+    net, other, x = nn.Identity(), nn.Identity(), torch.randn(3, dtype=torch.complex64)
+    found = gaff.diff(gaff.trace(net, x), gaff.trace(other, x * 1))
+    assert not found
+    net.forward = lambda x: x.conj().resolve_conj()
+    assert "forward: the elements differ, a difference" in gaff.diff(gaff.trace(net, x), gaff.trace(other, x)).verdict
+
+
 def test_modes_classes_and_settings_that_differ_are_told():
     a = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.ReLU())
     b = copy.deepcopy(a)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -177,6 +178,26 @@ def test_a_depth_leaves_out_what_lies_deeper_and_counts_its_parameters_in_what_h
     assert trace.tree(depth=9) == trace.tree()
     with pytest.raises(ValueError, match="depth=-1: expected 0 for the model alone, or a number of levels below it"):
         trace.table(depth=-1)
+
+
+class Threaded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(self.b, x)
+            return self.a(x) + other.result()
+
+
+def test_what_another_thread_ran_is_told_not_to_be_here():
+    trace = gaff.trace(Threaded(), torch.randn(4, 3))
+    assert any("the forward called modules on another thread" in note for note in trace.notes)
+    assert not gaff.trace(Threaded().a, torch.randn(4, 3)).notes
+    model = Threaded()
+    with pytest.raises(gaff.NeverFiredError, match="or only on another thread"), gaff.capture(model, "b"):
+        model(torch.randn(4, 3))
 
 
 def test_nonfinite_values_are_counted():

@@ -162,6 +162,7 @@ class Clock:
     def restart(self, addresses: AbstractSet[int]) -> None:
         """Count from nothing, for the thread that asks; ``addresses`` as when made. Nothing may be in progress."""
         self.closed = False
+        self.has_others = False  # another thread has called modules of the model, which this session does not see
         self.step = 0
         self.before = Run(-1, 0, 0, {}, addresses)  # stands for a forward before the session, and for one unknown
         self._ended.recent.clear()
@@ -182,6 +183,7 @@ class Clock:
         part of what is made.
         """
         if self.closed or not self.is_own_thread():
+            self.has_others = True
             return None
         if torch._C._get_tracing_state() or torch.compiler.is_exporting() or modes.is_recording():
             raise PlanError("torch exports or traces the model while a gaff session is open on it: close it first")

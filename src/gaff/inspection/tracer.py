@@ -99,7 +99,7 @@ def trace_run(
         "has_backward": backward is not None,
         "has_flops": has_flops,
         "device": str(device),
-        "notes": (*session.notes, *_notes(counter), *_tied(model), *written),
+        "notes": (*session.notes, *_notes(counter), *_tied(model), *written, *_elsewhere(session)),
         "given": fingerprint_of(log.given),
         "tokens": tokens,
     }
@@ -117,6 +117,12 @@ def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]
     if not value.shape[0] or not elements.is_readable(value):
         return ()
     return tuple(map(str, value[0].tolist()))
+
+
+def _elsewhere(session: Session) -> list[str]:
+    """A note about calls on other threads, which no trace sees."""
+    told = "the forward called modules on another thread: those calls, what they cost and their gradients are not here"
+    return [f"{told}, and they may stand among those that were never called"] if session.clock.has_others else []
 
 
 def _notes(counter: FlopCount | None) -> list[str]:

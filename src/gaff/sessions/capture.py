@@ -322,6 +322,7 @@ def raise_if_silent(receipt: Receipt, excused: AbstractSet[str] = frozenset()) -
     else:
         hint = "the modules were not called in these runs"
         hint += ", or not so often" if any("@" in name for name in silent) else ""
+        hint += ", or only on another thread"
     why = reasons[0] if reasons else hint
     raise NeverFiredError(
         f"{names} never fired in {counted(receipt.runs, 'run')}: {why}; "

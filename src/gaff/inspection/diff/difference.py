@@ -98,7 +98,7 @@ class Difference:
         first = self.first
         if first is None:
             if not self.rows:
-                return "nothing could be compared: no site of one was found in the other"
+                return "nothing could be compared: no site of one was found in the other, or none has numbers"
             worst = max(self.rows, key=lambda row: row.delta)
             if not worst.delta:
                 return f"the same in all of {len(self.rows)} places"
@@ -113,7 +113,7 @@ class Difference:
         names = first.site if first.site == first.other else f"{first.site} ({first.other} in B)"
         values = f"{first.number} {first.a} against {first.b}"
         if first.a == first.b:
-            values = f"the elements differ, though {first.number} is {first.a} in both"
+            values = "the elements differ" + (f", though {first.number} is {first.a} in both" if first.a else "")
         size = f"a difference of {first.told(first.delta)} where {first.told(first.tolerance)} is {self.allowed}"
         size = "which no rounding explains" if math.isinf(first.delta) else size
         return f"they differ first at {names}{_at(first)}, {first.phase}: {values}, {size}; {parted}"
