@@ -105,6 +105,38 @@ def test_each_tensor_by_itself():
     assert handle.audit.parameters["group 0, parameter 0"] == 1
 
 
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("per", ["layer", "group"])
+def test_the_parameters_of_a_layer_or_a_group_have_one_limit(per, norm_type):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 3), nn.ReLU()))
+    model[1].bias.requires_grad_(False)
+    model(torch.randn(6, 4)).square().sum().backward()
+    other = copy.deepcopy(model)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        two.grad = None if one.grad is None else one.grad.clone()
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[1:].parameters()), "lr": 0.0}]
+    optimizer = torch.optim.SGD(groups, 0.1)
+    with gaff.clip_gradients(optimizer, norm=0.05, per=per, norm_type=norm_type, model=model) as handle:
+        optimizer.step()
+    for part in [other[0], other[1], other[2][0]] if per == "layer" else [other[0], other[1:]]:
+        torch.nn.utils.clip_grad_norm_(part.parameters(), 0.05, norm_type)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert (one.grad is None and two.grad is None) or torch.equal(one.grad, two.grad)
+    assert handle.audit.parameters["0.weight"] == 1
+
+
+def test_a_group_that_is_added_has_a_limit_of_its_own():
+    one, two = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = torch.optim.SGD([one], 0.1)
+    with gaff.clip_gradients(optimizer, norm=1.0, per="group"):
+        optimizer.add_param_group({"params": [two]})
+        one.grad, two.grad = torch.full((4,), 2.0), torch.full((4,), 0.1)
+        optimizer.step()
+    assert one.grad.norm().item() == pytest.approx(1.0)
+    assert torch.equal(two.grad, torch.full((4,), 0.1))
+
+
 class Units(nn.Module):
     def __init__(self):
         super().__init__()
@@ -450,7 +482,11 @@ def test_a_removed_handle_leaves_nothing():
         ({"norm": -1}, "norm=-1 is no limit: expected a positive number"),
         ({"norm": 1.0, "value": 1.0}, "three ways to clip"),
         ({"nonfinite": "ignore"}, "nonfinite='ignore' is not known: expected one of 'raise', 'skip', 'zero'"),
-        ({"adaptive": 0.01}, "adaptive= needs model="),
+        ({"adaptive": 0.01}, "adaptive= and per='layer' need model="),
+        ({"norm": 1.0, "per": "layer"}, "adaptive= and per='layer' need model="),
+        ({"norm": 1.0, "per": "layer", "model": nn.Linear(2, 2)}, "is not in the model: expected the model it is in"),
+        ({"per": "group"}, "per='group' is given and no norm is limited"),
+        ({"norm": 1.0, "per": "block"}, "expected one of 'global', 'group', 'layer', 'tensor'"),
         ({"norm": 1.0, "when": "backward"}, "sees one gradient at a time"),
         ({"value": 1.0, "when": "backward", "nonfinite": "skip"}, "cannot skip a step"),
         ({"deviations": 2.0, "per": "tensor"}, "deviations limit the global norm"),

@@ -112,8 +112,9 @@ def clip_gradients(
 
     Args:
         optimizer: a torch optimizer, or a wrapper such as accelerate's.
-        norm: largest norm (``norm_type``, default 2) of all gradients together, or of each tensor (``per`` "tensor"):
-            bit by bit what ``torch.nn.utils.clip_grad_norm_`` does on finite gradients.
+        norm: largest norm (``norm_type``, default 2) of all gradients together, or of those of each ``per`` "group" of
+            the optimizer, "layer" (what one module of ``model`` holds itself), "tensor": bit by bit what
+            ``torch.nn.utils.clip_grad_norm_`` does on finite gradients.
         value: largest magnitude of an element, as ``clip_grad_value_``.
         adaptive: largest ratio of a unit's gradient norm to its weight norm (AGC: Brock et al. 2021, equation 3, with
             their floor of 1e-3 for the latter); needs ``model``, whose modules tell what a unit is.

@@ -59,8 +59,9 @@ class Clipping:
             raise PlanError("views= shows the stations of a step: expected when='step'")
         every = [one for group in real.param_groups for one in group["params"]]
         flat = flat_shards.flat_shards(every)
-        if flat and (limits.adaptive is not None or limits.when == "backward"):
-            what = "adaptive=" if limits.adaptive is not None else "when='backward'"
+        if flat and (limits.adaptive is not None or limits.when == "backward" or limits.per == "layer"):
+            what = "adaptive=" if limits.adaptive is not None else "per='layer'"
+            what = "when='backward'" if limits.when == "backward" else what
             raise PlanError(f"{what} of parts of flat parameters: {flat_shards.FLAT}, or norm=, value=")
         if any(one.is_meta for one in every):
             raise PlanError("gradients on the meta device hold no numbers: expected parameters whose weights are there")
@@ -200,8 +201,9 @@ class Clipping:
             self.audit.add_each(numbers, changed)
         elif limits.adaptive is not None:
             self.audit.add_each(numbers, list(map(self._parameters.clip_units, numbers, gradients)))
-        elif limits.per == "tensor" and limits.norm is not None:
+        elif limits.per != "global" and limits.norm is not None:
             each = norms or [torch.linalg.vector_norm(one, limits.norm_type) for one in gradients]
+            each = self._parameters.norms_together(numbers, each)
             factors = [(limits.norm / (one + TINY)).clamp(max=1.0) for one in each]
             foreach.scale_each(gradients, factors)
             self.audit.add_each(numbers, [one < 1 for one in factors])

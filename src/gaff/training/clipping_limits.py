@@ -21,7 +21,7 @@ class ClippingLimits(TypedDict, total=False):
     deviations: float | None
     window: int
     warmup: int
-    per: Literal["global", "tensor"]
+    per: Literal["global", "group", "layer", "tensor"]
     spike: Literal["clip", "skip"]
     nonfinite: Literal["raise", "skip", "zero"]
     when: Literal["step", "backward"]
@@ -60,8 +60,8 @@ class Limits:
             raise PlanError("spike='skip' needs deviations=, which tell what a spike is")
         if self.norm_type != 2.0 and self.norm is None and self.deviations is None:
             raise PlanError(f"norm_type={self.norm_type:g} is given and no norm is limited: expected norm= with it")
-        if self.per == "tensor" and self.norm is None:
-            raise PlanError("per='tensor' is given and no norm is limited: expected norm= with it")
+        if self.per != "global" and self.norm is None:
+            raise PlanError(f"per={self.per!r} is given and no norm is limited: expected norm= with it")
         if self.when == "backward" and (
             (self.per != "tensor" and self.value is None) or self.adaptive or self.deviations
         ):
@@ -72,7 +72,7 @@ class Limits:
     def _check_each(self) -> None:
         """Check each field by itself, and make numbers floats. Raises PlanError with what is expected."""
         for name, known in (
-            ("per", ("global", "tensor")),
+            ("per", ("global", "group", "layer", "tensor")),
             ("spike", ("clip", "skip")),
             ("nonfinite", ("raise", "skip", "zero")),
             ("when", ("step", "backward")),

@@ -40,6 +40,7 @@ class LimitedParameters:
         self.model = model
         self.flat: dict[int, Any] = {}  # by identity: the processes that share a part of a flat parameter
         self._units: list[Unit] = []
+        self._sets: list[int] = []  # for each the number of its layer or group, all of which have one limit
         self.look()
 
     def look(self) -> None:
@@ -56,6 +57,26 @@ class LimitedParameters:
         if self._limits.adaptive is not None:
             owners = _owners(self.model)
             self._units = [_unit(one, owners.get(id(one)), name) for one, name in zip(new, self.names, strict=True)]
+        if self._limits.per == "layer":
+            owners = _owners(self.model)
+            self._sets = [id(_owner(owners.get(id(one)), name)) for one, name in zip(new, self.names, strict=True)]
+        elif self._limits.per == "group":
+            groups = self._optimizer.param_groups
+            self._sets = [number for number, group in enumerate(groups) for _ in group["params"]]
+
+    def norms_together(self, numbers: list[int], norms: list[Tensor]) -> list[Tensor]:
+        """For each gradient the norm of all that are limited with it: those of its layer, its group, or it alone.
+
+        ``numbers``: places of the gradients among all parameters; ``norms``: of each.
+        """
+        if not self._sets:
+            return norms
+        parts: dict[int, list[Tensor]] = {}
+        for number, norm in zip(numbers, norms, strict=True):
+            known = parts.setdefault(self._sets[number], [])
+            known.append(norm.to(known[0].device) if known else norm)
+        totals = {at: torch.linalg.vector_norm(torch.stack(some), self._limits.norm_type) for at, some in parts.items()}
+        return [totals[self._sets[number]].to(norm.device) for number, norm in zip(numbers, norms, strict=True)]
 
     def named(self, name: str) -> Tensor:
         """The parameter of this name. Raises PlanError with names that there are."""
@@ -130,8 +151,15 @@ def _names(optimizer: Any, model: nn.Module | None) -> list[str]:
 def _owners(model: nn.Module | None) -> dict[int, nn.Module]:
     """The module that holds each parameter, by the identity of that; raises PlanError where no model is known."""
     if model is None:
-        raise PlanError("adaptive= needs model=, whose modules tell what a unit of each weight is")
+        raise PlanError("adaptive= and per='layer' need model=, whose modules tell what a unit or a layer is")
     return {id(one): module for _, module, _ in iter_modules(model) for one in module._parameters.values()}
+
+
+def _owner(owner: nn.Module | None, name: str) -> nn.Module:
+    """The module that holds a parameter. Raises PlanError for one that the model does not have."""
+    if owner is None:
+        raise PlanError(f"parameter {name!r} of the optimizer is not in the model: expected the model it is in")
+    return owner
 
 
 def _unit(parameter: Tensor, owner: nn.Module | None, name: str) -> Unit:
@@ -140,8 +168,7 @@ def _unit(parameter: Tensor, owner: nn.Module | None, name: str) -> Unit:
     A unit is what feeds one output: a row of a linear weight or of an embedding, a filter of a convolution; of a
     transposed one, and of GPT-2's Conv1D, outputs are dimension 1. Vectors (biases, gains) are one unit each.
     """
-    if owner is None:
-        raise PlanError(f"parameter {name!r} of the optimizer is not in the model: adaptive= needs the model it is in")
+    owner = _owner(owner, name)
     shape = tuple(parameter.shape)
     if parameter.dim() < 2:
         return shape, tuple(range(parameter.dim()))
