@@ -153,7 +153,7 @@ class Clock:
         self.at_end: list[Callable[[Run, Any], None]] = []
         self.at_recomputed: list[Callable[[], None]] = []
         self._size = 0
-        self._is_everywhere = threads == "all"
+        self._owner = None if threads == "all" else get_ident()  # the thread whose runs are seen; None: of all
         self._ended = EndedRuns()
         self._replays: dict[int, tuple[int, list[Frame]]] = {}  # by thread: backward pass, calls in progress
 
@@ -168,7 +168,7 @@ class Clock:
         self._ended.recent.clear()
         self.latest = self.before  # the run begun last
         self._addresses = addresses
-        self._owner = None if self._is_everywhere else get_ident()
+        self._owner = None if self._owner is None else get_ident()
         self._numbers = itertools.count()
 
     def resize(self, size: int) -> None:
