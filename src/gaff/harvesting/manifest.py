@@ -87,9 +87,10 @@ def begin(
     changes = tuple(_differences({name: one for name, one in known.items() if name != "order"}, told))
     plan = [text for text in changes if text.startswith(("sites", "options"))]
     if plan:
+        told_apart = [text for text in plan if not text.startswith("options.plan")] or plan  # which follows from others
         raise PlanError(
-            f"the harvest in {str(out)!r} keeps something else: {'; '.join(plan)}: expected the same again, or another "
-            "out="
+            f"the harvest in {str(out)!r} keeps something else: {'; '.join(told_apart)}: expected the same again, or "
+            "another out="
         )
     if changes and not accept_changes:
         raise PlanError(
