@@ -60,6 +60,13 @@ def test_a_cross_entropy_that_was_far_too_large_at_first_has_not_jumped(first, i
     assert (RunCase((), 152, 152, {"loss": losses}, guess={"loss": 2.303}).jump is not None) is is_jump
 
 
+@pytest.mark.parametrize(("power", "is_told"), [(2.0, True), (0.5, False)])
+def test_a_loss_below_zero_is_without_bound_at_a_hundred_times_where_it_falls_ever_faster(power, is_told):
+    losses = curve([-0.2 - 300 * (step / 240) ** power for step in range(240)])
+    name = judge(RunCase((), 240, 60, {"loss": losses})).name
+    assert (name == "falls_without_bound") is is_told
+
+
 @pytest.mark.parametrize(
     ("steps", "to", "state"), [(40, 2.35, "not enough"), (40, 1.9, "healthy"), (150, 2.35, "suspicious")]
 )

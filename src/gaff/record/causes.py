@@ -288,12 +288,15 @@ def steps_too_large(case: RunCase) -> Claim | None:
 
 @cause
 def falls_without_bound(case: RunCase) -> Claim | None:
-    """A loss that falls to a thousand times its first magnitude below zero: nothing holds it there. Likely."""
+    """A loss that falls to a thousand times its first magnitude below zero: nothing holds it there. Likely.
+
+    A hundred times are enough where it falls ever faster: in the last third twice as far as in the first. A likelihood
+    that may be as negative is learned ever more slowly.
+    """
     if case.loss is None or len(case.losses) > 1 or case.optimizers > 1 or case.is_acting or case.single.is_search:
         return None
     name, curve = case.loss
-    least = -1000 * max(abs(curve.first), 1.0)
-    if curve.last > least:
+    if curve.last > (-100 if curve.falls_ever_faster else -1000) * max(abs(curve.first), 1.0):
         return None
     since = next(step for step, value in zip(curve.steps, curve.values, strict=True) if value < 0)
     told = f"it was {curve.first:.4g} at first, and {curve.last:.4g} at the end"

@@ -60,6 +60,12 @@ class Curve:
         """The median of the first stretch. There must be one."""
         return self.values[0]
 
+    @property
+    def falls_ever_faster(self) -> bool:
+        """Whether it falls by more than twice as much in its last third as in its first."""
+        third = len(self.values) // 3
+        return third > 0 and self.values[-1 - third] - self.last > 2 * abs(self.first - self.values[third])
+
     def at(self, step: int) -> float:
         """The median of the stretch that a step lies in; the first one's before it."""
         return self.values[max(0, bisect_right(self.steps, step) - 1)]
