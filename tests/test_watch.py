@@ -1,12 +1,15 @@
 """Watching in code: nothing changes, the numbers are those of float64, what is found is named rightly."""
 
 import copy
+import functools
 import gc
 import io
 import math
 import os
 import pickle
 import shutil
+import signal
+import time
 import weakref
 
 import pytest
@@ -19,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gaff
 from gaff.address.nested import iter_tensors
+from gaff.compat.signals import is_of_handler
 from gaff.errors import PlanError, RecordError, SiteError
 from gaff.training.watch.pace import Pace
 from gaff.training.watch.sampled_step import SampledStep
@@ -605,6 +609,94 @@ def test_what_cannot_be_is_told_before_anything_is_installed(options, error, mes
     with pytest.raises(error, match=message):
         gaff.watch(Small(), **options)
     assert torch.autograd.backward is before
+
+
+class TimeIsUp(Exception):
+    pass
+
+
+@pytest.mark.parametrize("every", [1, 10**9])
+def test_what_a_signal_handler_of_the_program_raises_reaches_the_program(every, tmp_path):
+    def stop(*_):
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, stop)
+    reached = 0
+    try:
+        for trial in range(12):
+            model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+            optimizer, x = sgd(model), torch.randn(8, 16)
+            with gaff.watch(model, optimizer, every=every, out=tmp_path / str(trial)) as watch:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.02 + 0.0017 * trial)
+                    end = time.monotonic() + 5
+                    while time.monotonic() < end:
+                        optimizer.zero_grad()
+                        model(x).square().mean().backward()
+                        optimizer.step()
+                except TimeIsUp:
+                    reached += 1
+            assert watch.failure is None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert reached == 12
+
+
+@pytest.mark.parametrize("make", [lambda stop: stop, lambda stop: functools.partial(stop), lambda stop: Caller(stop),
+                                  lambda stop: Caller(stop).call])  # fmt: skip
+def test_handlers_of_every_kind_are_known(make):
+    def stop(*_):
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, make(stop))
+    try:
+        with pytest.raises(TimeIsUp) as caught:
+            signal.raise_signal(signal.SIGALRM)
+        assert is_of_handler(caught.value)
+        assert not is_of_handler(ValueError())
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+class Caller:
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *given):
+        self.function(*given)
+
+    call = __call__
+
+
+class Mapped(nn.Module):
+    """Calls one of its layers inside a transform."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return torch.vmap(self.two)(self.one(x))
+
+
+def test_what_runs_inside_a_transform_is_passed_over(tmp_path):
+    model = Mapped()
+    optimizer = sgd(model)
+    with gaff.watch(model, optimizer, every=1, out=tmp_path / "run") as watch:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+    assert watch.failure is None
+    record = gaff.load(tmp_path / "run")
+    assert len(record.series("one", "rms")) == 5
+    assert "two: what passes inside a torch.func transform (vmap, grad ...) is not looked at" in record.notes
+
+
+def test_a_model_without_shapes_is_asked_to_run_first():
+    with pytest.raises(PlanError, match=r"0.weight is not initialised yet \(lazy\): run the model once first"):
+        gaff.watch(nn.Sequential(nn.LazyLinear(3)))
 
 
 def test_a_model_must_be_a_module():

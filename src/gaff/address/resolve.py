@@ -90,6 +90,14 @@ def need_module(model: object) -> None:
         raise PlanError("the model is TorchScript, which takes no hooks: expected the model it was made from")
 
 
+def need_initialised(model: nn.Module) -> None:
+    """Raises PlanError where a parameter has no shape yet."""
+    is_lazy = _modules_of_torch().parameter.is_lazy
+    lazy = next((name for name, one in model.named_parameters() if is_lazy(one)), None)
+    if lazy is not None:
+        raise PlanError(f"{lazy} is not initialised yet (lazy): run the model once first")
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside any number of known wrappers (DDP, torch.compile, checkpoint); of an exported graph its tree.
 

@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from gaff.address.grammar import WEIGHTS, Site, fits_op, parse_site
 from gaff.address.nested import shape_text
-from gaff.address.resolve import is_container, iter_modules, need_module
+from gaff.address.resolve import is_container, iter_modules, need_initialised, need_module
 from gaff.errors import PlanError, SiteError
 from gaff.inspection.op_log import OpRow, list_ops
 from gaff.inspection.tracer import trace_run
@@ -186,9 +185,7 @@ def _module_path(site: Site, name: str) -> str:
 def _iter_rows(model: nn.Module) -> Iterator[ModuleRow]:
     """A row for each module under each of its names, as they are without a run."""
     first: dict[int, str] = {}
-    lazy = next((name for name, one in model.named_parameters() if is_lazy(one)), None)
-    if lazy is not None:
-        raise PlanError(f"{lazy} is not initialised yet (lazy): run the model once first")
+    need_initialised(model)
     for path, module, _ in iter_modules(model):
         known = first.setdefault(id(module), path)
         yield ModuleRow(

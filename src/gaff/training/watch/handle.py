@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaff.address.resolve import need_module
+from gaff.address.resolve import need_initialised, need_module
 from gaff.engine.process.optimizer import unwrap_optimizer
 from gaff.errors import PlanError
 from gaff.training.watch.live_cell import LiveCell
@@ -136,4 +136,5 @@ def _named(model: nn.Module | Mapping[str, nn.Module] | None) -> dict[str, nn.Mo
         raise PlanError("no model was given: expected one, several by name, or none at all, for whatever is trained")
     for one in named.values():
         need_module(one)
+        need_initialised(one)
     return named

@@ -283,7 +283,9 @@ class SampledStep:
         value = readable(tensor)
         if value is None:
             if tensor.is_floating_point():
-                self.notes.add(f"{key[1]}: a {type(tensor).__name__} of {tensor.layout} is not looked at")
+                what = "what passes inside a torch.func transform (vmap, grad ...)"
+                what = what if autograd.is_wrapper(tensor) else f"a {type(tensor).__name__} of {tensor.layout}"
+                self.notes.add(f"{key[1]}: {what} is not looked at")
             return
         has_units = entry.kind in ("rectifier", "tanh", "sigmoid") or not entry.path
         self._observe(key, value, self._latest.channels_at if has_units else None)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gaff.compat import modes
+from gaff.compat.signals import is_of_handler
 from gaff.engine.process import stack_room
 
 FRAMES = 500  # more than anything behind the wall needs
@@ -72,7 +73,9 @@ class Shield:
                         action(*arguments)
                 else:
                     action(*arguments)
-        except Exception as error:  # noqa: BLE001  # nothing of ours may end a training run
+        except Exception as error:  # nothing of ours may end a training run
+            if is_of_handler(error):
+                raise  # the program's own, as of a timeout
             self.is_open = False
             self._failed(error)
         finally:
