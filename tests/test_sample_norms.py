@@ -404,3 +404,13 @@ def test_norms_beside_an_edited_parameter():
             hidden = torch.tanh(torch.nn.functional.linear(x, model[0].weight * 0.5, model[0].bias))
             truth = (2 * model[2](hidden)).norm(dim=1)
             torch.testing.assert_close(norms["2.bias"], truth.detach())
+
+
+def test_a_nested_input_is_refused_when_the_norms_are_read():
+    model = nn.Linear(6, 2)
+    x = torch.nested.nested_tensor([torch.randn(rows, 6) for rows in (2, 3, 1)], layout=torch.jagged)
+    with gaff.sample_norms(model, reduction="sum") as norms:
+        model(x).values().square().sum().backward()
+    with pytest.raises(gaff.ExactnessError, match=r"the model: its input is a NestedTensor of torch.jagged: expected"):
+        _ = norms.total
+    assert model.weight.grad is not None

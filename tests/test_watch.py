@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import time
 import weakref
 
@@ -692,6 +693,21 @@ def test_what_runs_inside_a_transform_is_passed_over(tmp_path):
     record = gaff.load(tmp_path / "run")
     assert len(record.series("one", "rms")) == 5
     assert "two: what passes inside a torch.func transform (vmap, grad ...) is not looked at" in record.notes
+
+
+def test_a_recomputation_that_stops_early_leaves_the_recursion_limit_as_it_was():
+    class Recomputed(Mapped):
+        def forward(self, x):
+            return checkpoint(lambda y: self.two(self.one(y)), x, use_reentrant=False)
+
+    model, limit = Recomputed(), sys.getrecursionlimit()
+    optimizer = sgd(model)
+    with gaff.watch(model, optimizer, every=1):
+        for _ in range(3):
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            assert sys.getrecursionlimit() == limit
+    assert sys.getrecursionlimit() == limit
 
 
 def test_a_model_without_shapes_is_asked_to_run_first():

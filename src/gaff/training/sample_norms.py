@@ -165,8 +165,12 @@ class SampleNorms:
 
         Its first dimension must be the examples, and batch norm in training mixes them.
         """
-        if not isinstance(value, Tensor):
-            self._refuse(run.index, f"{path}: its input is no tensor")
+        if not isinstance(value, Tensor) or not elements.is_plain(distributed.local_of(value)):
+            what = "no tensor" if not isinstance(value, Tensor) else f"a {type(value).__name__} of {value.layout}"
+            self._refuse(
+                run.index,
+                f"{path or 'the model'}: its input is {what}: expected a dense tensor, whose rows are the examples",
+            )
             return
         layer, size = self._layers[path], self._sizes.get(run.index)
         if size is None:

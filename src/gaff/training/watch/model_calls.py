@@ -139,7 +139,7 @@ class ModelCalls:
 
     def left_model(self) -> None:
         """Note that backward or a step has begun: no model is running, whatever a call that raised has left noted."""
-        if self._hooked is not None:
+        if self._hooked is not None or self._inside is None:  # a recomputation may have left modules by an exception
             stack_room.settle()
         self._inside = self._hooked = None
         self.passing.left = 0
