@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import gaff
@@ -708,6 +709,51 @@ def test_a_recomputation_that_stops_early_leaves_the_recursion_limit_as_it_was()
             optimizer.step()
             assert sys.getrecursionlimit() == limit
     assert sys.getrecursionlimit() == limit
+
+
+class Wrapped(torch.Tensor):
+    """Does all operations on the tensor inside, and tells nobody of it."""
+
+    @staticmethod
+    def __new__(cls, inside):
+        return torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype, strides=inside.stride())
+
+    def __init__(self, inside):
+        self.inside = inside
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = tree_map(lambda one: one.inside if isinstance(one, cls) else one, (args, kwargs or {}))
+        return tree_map(lambda one: cls(one) if isinstance(one, torch.Tensor) else one, function(*args, **kwargs))
+
+
+def test_losses_of_a_class_that_makes_no_lists_are_read(tmp_path):
+    model, losses = Mapped(), []
+    optimizer = sgd(model)
+    with gaff.watch(model, optimizer, every=1, out=tmp_path / "run") as watch:
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model.two(model.one(Wrapped(torch.randn(4, 6)))).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+    assert watch.failure is None
+    assert gaff.load(tmp_path / "run").scalar("loss").values == losses
+
+
+def test_an_exported_graph_that_is_gone_is_looked_at_no_more():
+    model, x = Mapped().one, torch.randn(4, 6)
+    optimizer = sgd(model)
+    with gaff.watch(every=1) as watch:
+        for step in range(6):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            if step == 2:
+                torch.export.export(model, (x,)).module()(x)
+                gc.collect()
+    assert watch.failure is None
+    assert watch.step == 6
 
 
 def test_a_model_without_shapes_is_asked_to_run_first():

@@ -102,8 +102,9 @@ class GraphTree(GraphCall):
         return graph
 
     def is_current(self) -> bool:
-        """Whether the graph has the code and the modules from which the tree was made."""
-        return self._signature == _signature(self.graph())
+        """Whether the graph is there, with the code and the modules from which the tree was made."""
+        graph = self._graph()
+        return graph is not None and self._signature == _signature(graph)
 
     def check(self) -> None:
         """Raises PlanError when the graph's code does not say what its nodes do.

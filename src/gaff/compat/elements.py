@@ -77,6 +77,13 @@ def is_plain(tensor: Tensor) -> bool:
     return kind is Tensor or kind is torch.nn.Parameter or not is_traceable_wrapper_subclass(tensor)
 
 
+def is_opaque(value: object) -> bool:
+    """Whether a tensor's class does all operations itself, and does not tell the tensors inside: it makes no lists."""
+    if type(value) is Tensor or not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
+        return False
+    return type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
 def has_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same bit for bit: a NaN is itself, -0 is not 0. False where their memory cannot tell.
 

@@ -312,7 +312,9 @@ def read_all(values: Iterable[Any]) -> list[float]:
     known = list(values)
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for at, value in enumerate(known):
-        if isinstance(value, torch.Tensor):
+        if elements.is_opaque(value):
+            known[at] = read(value)
+        elif isinstance(value, torch.Tensor):
             by_kind.setdefault((value.device, value.dtype), []).append(at)
     for places in by_kind.values():
         together = torch.stack([known[at].detach().reshape(()) for at in places])
