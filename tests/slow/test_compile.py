@@ -274,6 +274,39 @@ def test_a_fifth_way_of_tapping_runs_eagerly_and_leaves_the_user_room_for_varian
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == count + 1
 
 
+@pytest.mark.parametrize("make", [
+    lambda number: gaff.edits.at(gaff.keep.channels(number), gaff.edits.zero()),
+    lambda number: gaff.edits.at(gaff.keep.heads(number, 8), gaff.edits.scale(0.5)),
+    lambda number: gaff.edits.at(gaff.keep.channels(slice(0, 1 + number)), gaff.edits.add(0.5)),
+    lambda number: [gaff.edits.scale(0.9)] * (number + 1),
+])  # fmt: skip
+def test_a_fifth_place_of_an_edit_runs_eagerly_and_leaves_the_user_room_for_variants(make):
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), torch.ones(2, 4)
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    run(x)
+    for number in range(8):
+        with gaff.edit(net, {"1": make(number)}):
+            true = net(x)
+        with gaff.edit(run, {"1": make(number)}) as changed:
+            torch.testing.assert_close(run(x), true)
+        assert ("ran eagerly" in changed.receipt.notes[0]) is (number >= 4)
+    count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with torch.no_grad():
+        run(x)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == count + 1
+
+
+@pytest.mark.parametrize("make", [gaff.edits.scale, gaff.edits.add, lambda number: gaff.edits.clip(1.0 + number)])
+def test_another_strength_compiles_nothing(make):
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), torch.ones(2, 4)
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    for number in (0.5, 2, 3.0, 4, 5.5, 6):
+        with gaff.edit(run, {"1": make(number)}) as changed:
+            run(x)
+        assert "1 graph compiled" in changed.receipt.notes[0] or number > 1
+        assert "ran eagerly" not in changed.receipt.notes[0]
+
+
 def test_the_gradient_of_a_view_is_refused_and_backward_may_run_on_another_thread():
     import threading
 

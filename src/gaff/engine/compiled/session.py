@@ -10,11 +10,12 @@ import gc
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gaff.address.resolve import unwrap
 from gaff.compat import compiler, distributed
@@ -183,14 +184,30 @@ def _kind_of(tap: Any, start: str) -> str:
 
 
 def _kind_of_edit(edit: Any) -> str:
-    """What of an edit makes other compiled code: its class; of a function its code, and numbers that it closes over."""
+    """What of an edit makes other compiled code: its class, and what of it is a constant there.
+
+    Of a function that is its code, and numbers that it closes over; of an edit places, dimensions, the shapes of its
+    tensors and the same of edits inside it, but no strength: graphs read numbers from tensors.
+    """
     function: Any = getattr(edit, "function", None)
-    if not hasattr(function, "__code__"):
-        return type(edit).__name__
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    known = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    plain = [one if isinstance(one, (int, float, str, NoneType)) else type(one).__name__ for one in known]
-    return f"{id(function.__code__)} {plain}"
+    if hasattr(function, "__code__"):
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        known = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        plain = [one if isinstance(one, (int, float, str, NoneType)) else type(one).__name__ for one in known]
+        return f"{id(function.__code__)} {plain}"
+    if isinstance(edit, (tuple, list)):
+        return f"{type(edit).__name__} {list(map(_kind_of_edit, edit))}"
+    if is_dataclass(edit):
+        held = [(one, getattr(edit, one.name)) for one in fields(edit) if one.init]
+        told = [_kind_of_edit(value) for one, value in held if not ("float" in str(one.type) and _is_number(value))]
+        return f"{type(edit).__name__} {told}"
+    if isinstance(edit, Tensor):
+        return f"{edit.dtype} {tuple(edit.shape)}"
+    return repr(edit) if isinstance(edit, (int, str, slice, NoneType)) else type(edit).__name__
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
 class CompiledHooks(AbstractContextManager["CompiledHooks"]):
