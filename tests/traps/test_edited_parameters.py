@@ -1,5 +1,6 @@
 """A parameter that another stands in for: given back whatever happens, once for all sessions, to no other thread."""
 
+import contextlib
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gaff
 from gaff import edits
+from gaff.engine.parameters import substitutes
 
 
 class Single(nn.Module):
@@ -129,6 +131,38 @@ def test_a_model_that_asks_where_its_edited_parameter_lies_changes_nothing_by_th
     with gaff.edit(model, {"lin.weight:param": edits.scale(2.0)}):
         out = model(x)
     torch.testing.assert_close(out, nn.functional.linear(x, 2 * model.lin.weight, model.lin.bias))
+
+
+@pytest.mark.parametrize("where", ["_put", "_step_aside", "_step_back", "_end"])
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("at", [0, 1])
+def test_what_breaks_off_in_the_middle_gives_the_parameter_back(monkeypatch, where, is_before, at):
+    """As Ctrl-C may, which the program catches; then it goes on."""
+    owner = substitutes.Standing if hasattr(substitutes.Standing, where) else substitutes
+    own, calls = getattr(owner, where), []
+
+    def breaking(*given):
+        calls.append(None)
+        if is_before and len(calls) == at + 1:
+            raise KeyboardInterrupt
+        made = own(*given)
+        if not is_before and len(calls) == at + 1:
+            raise KeyboardInterrupt
+        return made
+
+    model, x = Single(), torch.randn(2, 3)
+    weight, true = model.lin.weight, model(x)
+    monkeypatch.setattr(owner, where, breaking)
+    with gaff.edit(model, {"lin.weight:param": edits.scale(2.0)}):
+        with contextlib.suppress(KeyboardInterrupt):
+            for _ in range(3):
+                model(x)
+        doubled = model(x)
+    torch.testing.assert_close(doubled, nn.functional.linear(x, 2 * weight, model.lin.bias))
+    assert model.lin.weight is weight
+    assert type(weight) is nn.Parameter
+    assert torch.equal(model(x), true)
+    assert not substitutes._BY_TENSOR
 
 
 def test_another_thread_does_not_get_the_edited_value():

@@ -26,6 +26,7 @@ from gaff.compat.placements import (
     together,
     whole_on,
 )
+from gaff.compat.signals import is_of_handler
 from gaff.edits.event import Edit, Event, acts_on_parts, among, is_linear, mixed, uses_event
 from gaff.edits.files import tensors_of
 from gaff.errors import ExactnessError, GaffError, PlanError, note
@@ -197,7 +198,7 @@ class CheckedEdit:
         """Raise again, with the site, an error of ours, and any other of a pure edit; the rest are the user's."""
         if isinstance(error, GaffError):
             raise type(error)(f"{self._site}: {error}") from error
-        if self._is_pure:
+        if self._is_pure and not is_of_handler(error):
             kind = "" if value.layout == torch.strided else f" as {value.layout}"
             what = f"{_text(value, value)}{kind}: {str(error).partition(chr(10))[0][:160]}"
             raise PlanError(f"{self._site}: the edit does not fit {what}") from error

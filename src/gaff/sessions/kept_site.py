@@ -23,6 +23,7 @@ from gaff.compat.autograd import is_grad_enabled, set_grad_enabled
 from gaff.compat.memory import memory_of
 from gaff.compat.modes import is_simple
 from gaff.compat.placements import ANY_PARTS, PARTS, Placement
+from gaff.compat.signals import is_of_handler
 from gaff.engine.ops.attention import Weights
 from gaff.errors import GaffError, PlanError, note
 from gaff.keep import in_graph, is_pure
@@ -284,7 +285,7 @@ class KeptSite:
             raise type(error)(f"{self.site}: {error}") from error
         except Exception as error:
             reduce = self._keeper.reduce
-            if isinstance(error, (RuntimeError, IndexError)) and is_pure(reduce):  # torch's words, no user's
+            if isinstance(error, (RuntimeError, IndexError)) and is_pure(reduce) and not is_of_handler(error):
                 raise PlanError(f"{self.site}: {reduce!r} cannot be kept of this value: {error}") from error
             note(error, f"gaff: while keeping {self.site}")
             raise

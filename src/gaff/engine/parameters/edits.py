@@ -150,8 +150,9 @@ class Swap:
 
         Does nothing if nothing stands in. Recomputations take theirs away themselves.
         """
-        standing, self._standing = self._standing, None
-        return standing is None or standing.remove(self)
+        is_as_put = self._standing is None or self._standing.remove(self)
+        self._standing = None  # only now: what breaks off before is taken up again
+        return is_as_put
 
     def refuse_other_thread(self) -> None:
         """Raises PlanError while a value stands in: another thread's run must not meet what is meant for this one."""

@@ -72,17 +72,22 @@ class Standing:
         return _BY_TENSOR.get(id(tensor)) or cls(tensor, owners)
 
     def add(self, key: object, new: Tensor, task: int = -1) -> None:
-        """Put ``new`` in the parameter's place; ``task``: for the recomputation in this backward pass."""
-        self._put(self.now, new)
-        if not self._rows:
-            _step_aside(self.original)
+        """Put ``new`` in the parameter's place; ``task``: for the recomputation in this backward pass.
+
+        It is noted before anything is exchanged: what breaks off in the middle, as by Ctrl-C, is undone by ``remove``.
+        """
+        before = self.now
         if isinstance(self.original, nn.Parameter) and not isinstance(new, nn.Parameter):
             new._is_param = True  # what torch asks for where code asks for the class
             self._called.append(new)
         with torch._C.DisableTorchFunctionSubclass():  # no use of the parameter
             snapshot = None if memory.shares(new, self.original) else memory.snapshot(new)
-            self._rows.append(_Row(key, new, memory.version_of(new), task, snapshot))
+            row = _Row(key, new, memory.version_of(new), task, snapshot)
         _BY_TENSOR[id(self.original)] = _BY_TENSOR[id(new)] = self
+        self._rows.append(row)
+        if len(self._rows) == 1:
+            _step_aside(self.original)
+        self._put(before, new)
 
     def is_of(self, task: int) -> bool:
         """Whether what stands there now, or waits to, if anything, was put there for the recomputation ``task``."""
@@ -135,21 +140,27 @@ class Standing:
     def remove(self, key: object) -> bool:
         """Take away what ``key`` put there; False if it was written to, or is no longer where it was put.
 
-        What lies below comes back if this was on top; else the one on top stays in place.
+        What lies below comes back if this was on top; else the one on top stays in place. May be called again where an
+        exception came in between.
         """
-        row = next(row for row in self._rows if row.key is key)
+        row = next((row for row in self._rows if row.key is key), None)
+        if row is None:  # somebody broke off as it was put there, or taken away
+            if not self._rows:
+                self._end()
+            return True
         was_there = all(any(value is self.now for value in owner._parameters.values()) for owner in self._owners)
-        before = self.now
-        self._rows.remove(row)
-        if row.tensor is not self.original and not any(other.tensor is row.tensor for other in self._rows):
+        rows = [other for other in self._rows if other is not row]
+        before, after = self.now, rows[-1].tensor if rows else self.original
+        if after is not before:
+            self._put(before, after)
+        self._rows = rows
+        if row.tensor is not self.original and not any(other.tensor is row.tensor for other in rows):
             _BY_TENSOR.pop(id(row.tensor), None)
             if any(one is row.tensor for one in self._called):
-                del row.tensor._is_param
+                vars(row.tensor).pop("_is_param", None)
                 self._called = [one for one in self._called if one is not row.tensor]
-        if not self._rows:
+        if not rows:
             self._end()
-        if self.now is not before:
-            self._put(before, self.now)
         return was_there and not row.is_written
 
     @property

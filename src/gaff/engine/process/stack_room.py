@@ -76,8 +76,8 @@ def widen(frames: int) -> int:
         _ROOM.added = 0  # the program has set one of its own, or this is the first time
     if _ROOM.added and _ROOM.thread != here:
         return 0
+    _ROOM.added, _ROOM.limit, _ROOM.thread = _ROOM.added + frames, limit + frames, here  # first: Ctrl-C may come
     sys.setrecursionlimit(limit + frames)
-    _ROOM.added, _ROOM.limit, _ROOM.thread = _ROOM.added + frames, limit + frames, here
     return frames
 
 

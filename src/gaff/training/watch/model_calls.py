@@ -177,6 +177,7 @@ class ModelCalls:
         self._graphs.close()
         self._calls.close()
         self.left_model()
+        stack_room.settle()
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         """Before any module, while global hooks are on: see whether an unknown outermost one is a model.
