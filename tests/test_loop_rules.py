@@ -1171,6 +1171,83 @@ def test_inner_loops_that_begin_anew_are_not_told_where_the_outer_one_learns(tmp
     assert "written_back" not in told(tmp_path, train)[0]
 
 
+@pytest.mark.parametrize("where", ["first", "before backward", "last"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_of_several_optimizers_the_one_that_never_steps_is_told_wherever_gradients_are_cleared(
+    tmp_path, where, to_none
+):
+    def train():
+        parts = [nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 3)]
+        model = nn.Sequential(parts[0], nn.ReLU(), parts[1], nn.ReLU(), parts[2])
+        optimizers = [torch.optim.Adam(part.parameters(), 1e-2) for part in parts]
+
+        def clear(at):
+            for one in optimizers if at == where else ():
+                one.zero_grad(set_to_none=to_none)
+
+        for x, y in batches(60):
+            clear("first")
+            loss = F.cross_entropy(model(x), y % 3)
+            clear("before backward")
+            loss.backward()
+            for one in optimizers[:-1]:
+                one.step()
+            clear("last")
+
+    assert "never_stepped" in told(tmp_path, train)[0]
+
+
+def test_a_learning_rate_of_zero_is_told_of_one_optimizer_of_two(tmp_path):
+    def train():
+        body, head = nn.Linear(8, 16), nn.Linear(16, 3)
+        model = nn.Sequential(body, nn.ReLU(), head)
+        optimizers = [torch.optim.Adam(body.parameters(), 0.0), torch.optim.Adam(head.parameters(), 1e-2)]
+        for x, y in batches(60):
+            model.zero_grad()
+            F.cross_entropy(model(x), y % 3).backward()
+            for one in optimizers:
+                one.step()
+
+    assert "lr_zero" in told(tmp_path, train)[0]
+
+
+def test_heads_that_take_turns_are_no_spike(tmp_path):
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.heads = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 1) for _ in range(3))
+
+        def forward(self, x):
+            z = self.trunk(x)
+            return torch.cat([head(z.detach()) for head in self.heads], 1), z
+
+    def train():
+        model = Heads()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-5)
+        for step, (x, _) in enumerate(batches(60, rows=64)):
+            optimizer.zero_grad()
+            scores, z = model(x)
+            ((scores[:, step % 3] - 5).square().mean() + 1e-2 * z.square().mean()).backward()
+            optimizer.step()
+
+    assert "gradient_spike" not in told(tmp_path, train)[0]
+
+
+def test_an_embedding_that_the_step_never_changes_is_told(tmp_path):
+    def train():
+        embedding, head = nn.Embedding(500, 8), nn.Linear(8, 3)
+        model = nn.Sequential(embedding, head)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        kept = embedding.weight.detach().clone()
+        optimizer.register_step_post_hook(lambda *_: embedding.weight.data.copy_(kept))
+        for _, y in batches(60):
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randint(0, 500, (len(y),))), y % 3).backward()
+            optimizer.step()
+
+    assert "never_updated" in told(tmp_path, train)[0]
+
+
 @pytest.mark.parametrize(("deviation", "size", "name"), [
     (1.0, 1.0, "begins_too_large"), (None, 1e-5, "worse_than_guessing"), (None, 1.0, ""),
 ])  # fmt: skip

@@ -143,6 +143,13 @@ class Sample:
                 self.ports.setdefault(port_of(key[1]), {})[key] = row
         return self.ports.get(name, {})
 
+    def norms(self, port: str) -> dict[str, float]:
+        """The norm over all rows of a port, by model."""
+        found: dict[str, list[float]] = {}
+        for (model, _), row in self.port(port).items():
+            found.setdefault(model, []).append(row.norm)
+        return {model: math.hypot(*norms) for model, norms in found.items()}
+
 
 def acts(facts: Mapping[str, Any]) -> bool:
     """As ``Sample.is_acting``, of the facts of a step as they are, or as a record's event about a look holds them."""

@@ -261,6 +261,8 @@ class Judge:
         for port in ("grad", "update"):
             for key, row in sample.port(port).items():
                 self.past.norms.setdefault(key, deque(maxlen=_NORMS)).append(row.norm)
+            for model, norm in sample.norms(port).items():
+                self.past.norms.setdefault((model, port), deque(maxlen=_NORMS)).append(norm)
         for key, row in sample.port("output").items():
             if row.count:
                 known = self.past.train_outputs.get(key, [])

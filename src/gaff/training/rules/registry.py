@@ -91,7 +91,8 @@ class Past:
     train_outputs: dict[Key, list[tuple[int, float]]] = field(default_factory=dict)  # step, rms: the latest two looks
     active: dict[Key, Activity] = field(default_factory=dict)
     entropy: dict[Key, float] = field(default_factory=dict)  # the highest so far
-    norms: dict[Key, deque[float]] = field(default_factory=dict)  # of gradients and updates, at the latest 32
+    norms: dict[Key, deque[float]] = field(default_factory=dict)  # of gradients and updates, at the latest 32; of all
+    # together by the model's name and the port
     loads: dict[Key, deque[Load]] = field(default_factory=dict)  # of routers, at the latest sixteen
     losses: dict[str, list[float]] = field(default_factory=dict)  # at the first looks
     recent: dict[str, deque[float]] = field(default_factory=dict)  # at the latest ones, both with the first's weight

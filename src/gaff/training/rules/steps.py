@@ -204,13 +204,13 @@ def zero_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def lr_zero(sample: Sample, past: Past) -> Iterator[Hit]:
     """Below 1e-12 in every group of an optimizer. In half of the looks: warm-ups begin and decays end at zero."""
-    by_model: dict[str, list[tuple[Key, Parameter]]] = {}
+    rates: dict[tuple[str, int], list[float]] = {}  # by model and optimizer
     for key, one in sample.parameters.items():
         if one.optimizer is not None:
-            by_model.setdefault(key[0], []).append((key, one))
-    for model, pairs in by_model.items():
-        if all(one.lr < 1e-12 for _, one in pairs):
-            yield Hit((model, ""), lr=max(one.lr for _, one in pairs), parameters=len(pairs))
+            rates.setdefault((key[0], one.optimizer), []).append(one.lr)
+    for (model, _), some in rates.items():
+        if max(some) < 1e-12:
+            yield Hit((model, ""), lr=max(some), parameters=len(some))
 
 
 @rule(
@@ -247,6 +247,7 @@ def lr_zero_in_part(sample: Sample, past: Past) -> Iterator[Hit]:
 def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
     """The update is exactly zero in every element read, while the gradient is not (an MPS bug looked like this).
 
+    Of a large parameter a sample is read: where most of its gradient is zero, as an embedding's, nothing is said of it.
     Gradients a thousand times smaller than the model's largest are left out: a bias before BatchNorm has only noise. So
     are steps that change nothing at all, of L-BFGS, whose line search finds nothing better once it has arrived, and in
     runs of which a loss has fallen to half; and gradients above 1e18, whose squares overflow in what Adam keeps, which
@@ -264,7 +265,8 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
             continue
         if gradient.rms > _SQUARES_OVERFLOW:
             continue
-        if update.zeros == 1.0 and gradient.zeros < 0.5 and gradient.rms > 1e-3 * largest[key[0]]:
+        is_read = gradient.zeros < 0.5 or (gradient.zeros < 1.0 and update.count == one.elements)  # where it has one
+        if update.zeros == 1.0 and is_read and gradient.rms > 1e-3 * largest[key[0]]:
             yield Hit(key, gradient_rms=gradient.rms, lr=one.lr, dtype=one.dtype)
 
 
@@ -355,14 +357,12 @@ def update_spike(sample: Sample, past: Past) -> Iterator[Hit]:
 
 def _spikes(sample: Sample, past: Past, port: str) -> Iterator[Hit]:
     """A hit for each model in which the norm over all rows of a port is far above its usual one."""
-    known: dict[str, list[tuple[Key, float]]] = {}
-    for key, row in sample.port(port).items():
-        if len(past.norms.get(key, ())) >= _LEAST_USUAL:
-            known.setdefault(key[0], []).append((key, row.norm))
-    for pairs in known.values():
-        usual = {key: statistics.median(past.norms[key]) for key, _ in pairs}
-        norm, expected = math.hypot(*(one for _, one in pairs)), math.hypot(*usual.values())
+    for model, norm in sample.norms(port).items():
+        before = past.norms.get((model, port), ())
+        expected = statistics.median(before) if len(before) >= _LEAST_USUAL else math.inf
         if norm > _SPIKE * expected > 0:
+            pairs = [(key, row.norm) for key, row in sample.port(port).items() if key[0] == model]
+            usual = {key: statistics.median(past.norms.get(key, (0.0,))) for key, _ in pairs}
             key, value = max(pairs, key=lambda pair: pair[1] / usual[pair[0]] if usual[pair[0]] else 0.0)
             what = "gradients" if port == "grad" else "updates"
             yield Hit(key, f"the norm of all {what} is {norm:.4g}, usually {expected:.3g}; {key[1]} grew most: "

@@ -55,10 +55,8 @@ class IdleOptimizers:
     def passed(self, count: int) -> None:
         """So many steps were made, or backward passes where there was no step yet: search, where it is time.
 
-        Where others step, parameters count that have a gradient at this moment.
+        Where others step, parameters count that have a gradient at this moment: right after a backward pass.
         """
-        if self._found:
-            self._found = [one for one in self._found if not any(part.has_changed() for part in one.parts)]
         if count >= self._due:
             self._due = _TIMES * count
             needy = self._needy(has_gradient=bool(self._optimizers.counts))
@@ -70,9 +68,9 @@ class IdleOptimizers:
             held = {id(parameter) for _, parameter in parameters_of(optimizer)}
             self._found = [one for one in self._found if not any(id(part.now()) in held for part in one.parts)]
 
-    def facts(self, steps: int) -> list[dict[str, Any]]:
-        """After so many steps: what was found and holds still, as rules read it."""
-        self.passed(steps)
+    def facts(self) -> list[dict[str, Any]]:
+        """What was found and holds still, as rules read it."""
+        self._found = [one for one in self._found if not any(part.has_changed() for part in one.parts)]
         return [{"optimizer": one.optimizer, "model": one.model, "held": len(one.parts), "parameters": one.parameters}
                 for one in self._found]  # fmt: skip
 

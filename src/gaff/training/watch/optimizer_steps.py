@@ -86,6 +86,8 @@ class OptimizerSteps:
         ``factor``: by what a GradScaler has multiplied the loss, None where it has not.
         """
         self.lost.ended(self.optimizers.counts, name, factor)
+        if self.optimizers.counts:
+            self.idle.passed(max(self.optimizers.counts.values()))
 
     def clipped(self, note: Callable[..., None]) -> Callable[[Any, Any], None]:
         """What to call when gradients are clipped: ``note`` with norm, limit, and whether they are the last step's.
@@ -175,7 +177,7 @@ class OptimizerSteps:
         """What rules read of the optimizers in the sampled step of this number; ``strays``: see ``ownership``."""
         counts = self.optimizers.counts
         new = list(map(step_facts.optimizer, self.optimizers.take_new()))
-        return {"optimizers": len(counts), "skipped": self.skipped, "settings": new, "idle": self.idle.facts(step),
+        return {"optimizers": len(counts), "skipped": self.skipped, "settings": new, "idle": self.idle.facts(),
                 "lost": self.lost.facts, "schedules": self.schedules.facts(step, counts),
                 "is_raised": any(group.get("maximize") for one in counts for group in one.param_groups),
                 "has_closure": any(one.has_closure for one in self.updates.values()),
