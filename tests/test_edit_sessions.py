@@ -1060,3 +1060,55 @@ def test_edits_of_one_session_act_at_one_tensor_from_the_last_call_on(names):
         for change in did.get(name, ()):
             expected = change(expected)
     torch.testing.assert_close(model.inner[0][0].weight.grad, expected.T @ x)
+
+
+class Constant(nn.Module):
+    """A part that is called without a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.value = nn.Parameter(torch.ones(3))
+
+    def forward(self):
+        return self.value * 2
+
+
+class WithConstant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.constant, self.lin = Constant(), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.lin(x) + self.constant()
+
+
+@pytest.mark.parametrize("port", ["input", "grad_input", "input_grad"])
+def test_a_pattern_of_inputs_passes_over_what_is_called_without_a_tensor(port):
+    model, x = WithConstant(), torch.ones(1, 3, requires_grad=True)
+    with gaff.edit(model, {f"**:{port}": edits.scale(0.5)}):
+        model(x).sum().backward()
+    if port == "input_grad":
+        with pytest.raises(gaff.SiteError, match="constant:input_grad: the call was given no tensor"):
+            with gaff.edit(model, {f"constant:{port}": edits.scale(0.5)}):
+                model(x)
+
+
+class Counted(nn.Module):
+    """Has a length that nobody may ask for."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def __len__(self):
+        raise RuntimeError("it has none yet")
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_nobody_asks_whether_a_module_is_true():
+    model = nn.Sequential(Counted(), nn.Linear(3, 3))
+    with gaff.capture(model, "0.weight:grad") as got:
+        model(torch.ones(2, 3)).sum().backward()
+    assert torch.equal(got["0.weight:grad"], model[0].weight.grad)

@@ -31,12 +31,13 @@ class Tap(NamedTuple):
 class EditTap(NamedTuple):
     """One site of a model and the stream that changes what passes there. Several at a site act in their order.
 
-    ``is_skip``: the edit takes the place of the whole module, which is not run.
+    ``is_skip``: the edit takes the place of the whole module, which is not run. ``is_exact``: as of a ``Tap``.
     """
 
     found: Found
     stream: EditStream
     is_skip: bool = False
+    is_exact: bool = True
 
 
 class CallTap(NamedTuple):

@@ -160,11 +160,11 @@ class Wiring:
         if isinstance(tap, Tap):
             connect(node, site, stream, tap.is_exact, self.gradients)
         else:
-            connect_edit(node, site, stream, self.gradients)
+            connect_edit(node, site, stream, tap.is_exact, self.gradients)
 
     def _wire_marks(self, found: Found) -> None:
         """Have the owners of a parameter mark what they return, so that its gradient is known as one of their run."""
-        for module in (*self._owners.of(found), called_above(found) or found.module):
+        for module in (*self._owners.of(found), found.module if (above := called_above(found)) is None else above):
             self._node(module).mark = PassMark(self.gradients)
 
     def _wire_state(self, tap: Tap | EditTap) -> None:
@@ -321,7 +321,7 @@ def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: G
         _connect_gradient(_hang, InputShare, (gradients, node, stream, site, is_exact))
 
 
-def connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradients) -> None:
+def connect_edit(node: Node, site: Site, stream: EditStream, is_exact: bool, gradients: Gradients) -> None:
     """Hang an edit on the right side of a hooked module, so that edits of one kind act in the order given.
 
     At the exit values are edited before the gradients of what they have become are hooked. At the entry total gradients
@@ -335,7 +335,7 @@ def connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradient
     elif site.port == WEIGHTS:
         _edit(node.exit, WeightsChange(site, stream))
     else:
-        _connect_gradient(_edit, ShareChange, (gradients, node, stream, site, True))
+        _connect_gradient(_edit, ShareChange, (gradients, node, stream, site, is_exact))
 
 
 def _connect_gradient(hang: Callable[..., None], share: type[InputShare | ShareChange], given: Any) -> None:

@@ -251,7 +251,7 @@ class Editing:
         """
         taps = []
         told: dict[int, list[Site]] = {}  # by request: where captures tell the values of standard names
-        for found, number, _ in self._plan.check(model):
+        for found, number, is_exact in self._plan.check(model):
             request = self._plan.requests[number]
             if number not in told:
                 named = request.target if isinstance(request.target, Pattern) and request.target.is_named else None
@@ -267,7 +267,7 @@ class Editing:
                     Tap(one, stream.checked.reached) for one in resolve(model, stream.checked.reached.told)
                 ]
             inner = request.edit.edit if isinstance(request.edit, When) else request.edit
-            taps.append(EditTap(found, stream, isinstance(inner, Skip)))
+            taps.append(EditTap(found, stream, isinstance(inner, Skip), is_exact and not request.optional))
             _check_port(found, inner, self._plan.options.threads, is_spread=bool(self._family.meshes))
         self._missing = [str(one) for at, one in enumerate(self._plan.requests)
                          if at not in told and not isinstance(one.target, Tensor)]  # fmt: skip

@@ -115,7 +115,7 @@ def vanishing(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.1,
 )
 def exploding(sample: Sample, past: Past) -> Iterator[Hit]:
-    """norm(first weight's gradient) > 70 norm(last's) (AutoTrainer, beta 3) and > 10, or a mean |gradient| > 1e6.
+    """norm(first weight's gradient) > 70 norm(last's) (AutoTrainer, beta 3) and > 10, or a gradient's rms > 1e6.
 
     The latter, from SageMaker Debugger, stands for itself; the former also asks for a norm that clipping would act on.
     Also a norm above 1,000 that ``clip_grad_norm_`` brings to a usual limit, of 0.1 or more, where the loss does not
