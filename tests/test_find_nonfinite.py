@@ -261,6 +261,14 @@ def test_of_several_steps_in_one_the_first_that_was_bad_is_told(first):
     assert (told.direction, told.site) == expected[first]
 
 
+def test_what_is_allowed_and_reaches_the_loss_is_told_with_its_own_cause():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model.forward = lambda x: torch.log(torch.relu(model[0](x)) * 0)
+    report = gaff.find_nonfinite(lambda: model(torch.ones(1, 2)).mean().backward(), model=model, allow=["/log"])
+    assert report.site == "/log#0"
+    assert report.cause.startswith("log of 0")
+
+
 class Distance(nn.Module):
     """Its derivative by the input is not finite where that is zero, and its output is."""
 

@@ -21,6 +21,17 @@ def test_a_site_inside_fires_and_the_receipt_says_not_bitwise():
     assert "fast path was not taken" in got.receipt.notes[0]
 
 
+@pytest.mark.parametrize("site", ["0", "0:input"])
+def test_a_whole_encoder_is_looked_at_without_a_word(site):
+    """Its layers are fused each by itself, and take the fused path all the same."""
+    model, x = encoder(), torch.randn(2, 5, 8)
+    with torch.no_grad():
+        bare = model(x)
+        with gaff.capture(model, site) as got:
+            assert torch.equal(model(x), bare)
+    assert got.receipt.notes == ()
+
+
 def test_a_site_outside_leaves_the_fast_path_alone():
     model, x = encoder(), torch.randn(2, 5, 8)
     with torch.no_grad():

@@ -6,7 +6,7 @@ A session looks once, when it is made and before anything is installed, so that 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -207,6 +207,16 @@ def takes_fast_path(blocks: Iterable[nn.Module]) -> bool:
     return False
 
 
+def _fusing(block: nn.Module) -> Iterator[nn.Module]:
+    """The modules on which a hook keeps a block from its fused path: itself and those inside.
+
+    A hook on attention does not, nor one on a whole encoder, whose layers are fused each by itself.
+    """
+    if isinstance(block, nn.MultiheadAttention):
+        return iter(())
+    return (one for one in block.modules() if one is not block or not isinstance(block, nn.TransformerEncoder))
+
+
 class SlowPath:
     """Notices runs that would have taken nn.Transformer's fused path, and takes them the slow way: told once.
 
@@ -218,11 +228,7 @@ class SlowPath:
         ours = {node.module for node in hooked}
         asked = {inner for node in hooked if node.scope is not None for inner in node.module.modules()}
         self._notes = notes
-        self._blocks = [
-            block
-            for block in fused
-            if block in asked or not (isinstance(block, nn.MultiheadAttention) or ours.isdisjoint(block.modules()))
-        ]
+        self._blocks = [block for block in fused if block in asked or not ours.isdisjoint(_fusing(block))]
 
     def note(self, run: Any) -> None:
         """A run begins."""

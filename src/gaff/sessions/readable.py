@@ -20,7 +20,7 @@ from gaff.sessions.reading import Reading, Wanted
 from gaff.sessions.receipt import Receipt
 from gaff.sessions.thumbnails import thumbnail
 from gaff.views.notebook import Shown, cell, table_html
-from gaff.views.text import counted, table
+from gaff.views.text import table
 
 _HEAD = ("site", "value", "events", "none", "reason")
 _MOST_PICTURES = 60
@@ -189,7 +189,7 @@ class Captured(Readable):
         """How many runs and sites, and why the run was not bit by bit a bare one."""
         told = self.receipt
         notes = "".join(f"\nnot bitwise: {note}" for note in told.notes)
-        return f"{counted(told.runs, 'run')}, {counted(len(told.rows), 'site')}{notes}"
+        return f"{told.size}{notes}"
 
     def _newest(self) -> dict[str, Any]:
         """The newest value that is held of each site, by its address."""

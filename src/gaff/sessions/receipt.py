@@ -63,13 +63,17 @@ class Receipt:
         asked = dict.fromkeys(row.pattern for row in self.rows)
         return tuple(name for name in asked if name not in fired and name not in self.optional)
 
+    @property
+    def size(self) -> str:
+        """How many runs it saw and at how many sites, in words; one that several patterns name counts once."""
+        return f"{counted(self.runs, 'run')}, {counted(len({row.site for row in self.rows}), 'site')}"
+
     def _repr_html_(self) -> str:
         head, rows = self._edit_cells() if self.is_edit else self._cells()
-        told = f"{counted(self.runs, 'run')}, {counted(len(self.rows), 'site')}"
-        return cell(told, *(f"not bitwise: {note}" for note in self.notes), Shown(table_html(head, rows, _RIGHT)))
+        return cell(self.size, *(f"not bitwise: {note}" for note in self.notes), Shown(table_html(head, rows, _RIGHT)))
 
     def __str__(self) -> str:
-        lines = [f"{counted(self.runs, 'run')}, {counted(len(self.rows), 'site')}"]
+        lines = [self.size]
         lines += [f"not bitwise: {note}" for note in self.notes]
         if self.armed:
             what = f"{counted(self.armed, 'module')} armed for recomputation"

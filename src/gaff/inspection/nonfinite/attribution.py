@@ -149,7 +149,8 @@ def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, all
     real = [made for made in came if not (made.is_meant or (output.nan and _is_kept(made)))]
     if real:
         return min(real, key=lambda made: made.number)
-    is_meant = _is_allowed(call.site, allow) or op in UNINITIALISED or _is_deliberate(call) or is_scaling(call)
+    is_allowed = _is_allowed(call.site, allow)
+    is_meant = is_allowed or op in UNINITIALISED or _is_deliberate(call) or is_scaling(call)
     lasting = [made for made in came if made.output.nan]  # a NaN that was put in stays one
     is_asked = op in LOSSES and output.positive_inf and not any(_has_positive(one) for one, _ in begun.came)
     if lasting or (came and not output.nan and not is_asked):
@@ -167,7 +168,7 @@ def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, all
         return Made(call.site, "forward", place, cause, output, given, position)
     args, kwargs = map_tensors((call.args, call.kwargs), distributed.local_of)  # other processes are not here now
     case = Case(op, call.func, args, kwargs, given, output)
-    is_constant = is_meant and op not in UNINITIALISED
+    is_constant = is_meant and op not in UNINITIALISED and not is_allowed
     cause = _of_constant(call, output) if is_constant else cause_of(case)
     return Made(call.site, "forward", place, cause, output, given, position, is_meant, is_scaling(call))
 
