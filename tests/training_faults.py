@@ -670,9 +670,8 @@ def near_the_end_of_float16():
 # train and eval
 
 
-@fault("train_mode_in_eval")
-def evaluated_in_training_mode():
-    model = mlp(dropout=0.3)
+def evaluated_in_batches(model):
+    """Trained, and evaluated in the mode that it is in."""
     run = classifier(model, adam(model))
 
     def evaluate():
@@ -682,6 +681,11 @@ def evaluated_in_training_mode():
 
     run.evaluate = evaluate
     return run
+
+
+@fault("train_mode_in_eval")
+def evaluated_in_training_mode():
+    return evaluated_in_batches(mlp(dropout=0.3))
 
 
 class Functional(nn.Module):
@@ -697,16 +701,7 @@ class Functional(nn.Module):
 
 @fault("train_mode_in_eval")
 def evaluated_in_training_mode_with_a_dropout_that_is_a_function():
-    model = Functional()
-    run = classifier(model, adam(model))
-
-    def evaluate():
-        with torch.no_grad():
-            for at in range(0, 600, 30):
-                model(DIGITS[at : at + 30])
-
-    run.evaluate = evaluate
-    return run
+    return evaluated_in_batches(Functional())
 
 
 @fault("random_in_eval")
