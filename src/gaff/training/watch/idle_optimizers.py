@@ -57,6 +57,7 @@ class IdleOptimizers:
 
         Where others step, parameters count that have a gradient at this moment: right after a backward pass.
         """
+        self._forget_changed()
         if count >= self._due:
             self._due = _TIMES * count
             needy = self._needy(has_gradient=bool(self._optimizers.counts))
@@ -70,9 +71,14 @@ class IdleOptimizers:
 
     def facts(self) -> list[dict[str, Any]]:
         """What was found and holds still, as rules read it."""
-        self._found = [one for one in self._found if not any(part.has_changed() for part in one.parts)]
+        self._forget_changed()
         return [{"optimizer": one.optimizer, "model": one.model, "held": len(one.parts), "parameters": one.parameters}
                 for one in self._found]  # fmt: skip
+
+    def _forget_changed(self) -> None:
+        """Forget what code by hand has changed since it was found."""
+        if self._found:
+            self._found = [one for one in self._found if not any(part.has_changed() for part in one.parts)]
 
     def _needy(self, *, has_gradient: bool) -> dict[int, tuple[Model, Tensor]]:
         """Parameters of modules in training mode that are in no optimizer that steps, by identity, with their model.
