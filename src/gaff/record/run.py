@@ -164,7 +164,8 @@ class Record:
     def overhead(self) -> float | None:
         """The share of the run's time that watching took, as it measured itself; None where the record ends before."""
         told = [part.latest("end") or part.latest("progress") for part in self._parts]
-        return max((float(one["overhead"]) for one in told if one and one.get("seconds")), default=None)
+        return max((float(one["overhead"]) for one in told if one and one.get("seconds") and "overhead" in one),
+                   default=None)  # fmt: skip
 
     @property
     def is_complete(self) -> bool:

@@ -139,7 +139,7 @@ class ModelCalls:
 
     def left_model(self) -> None:
         """Note that backward or a step has begun: no model is running, whatever a call that raised has left noted."""
-        if self._hooked is not None or self._inside is None:  # a recomputation may have left modules by an exception
+        if self._hooked is not None:
             stack_room.settle()
         self._inside = self._hooked = None
         self.passing.left = 0
@@ -188,8 +188,9 @@ class ModelCalls:
             return
         room = stack_room.widen(FRAMES)
         self._forget_raised(is_hook=True)
-        kept = 1  # torch calls a module by one frame more where there are hooks
-        if self._inside is None and autograd.backward_task() == -1:
+        is_again = autograd.backward_task() != -1  # a recomputation, which may stop early and tell no end
+        kept = 0 if is_again else 1  # torch calls a module by one frame more where there are hooks
+        if self._inside is None and not is_again:
             kept += _HOOK
             self._hooked_by = stack_room.RunningFunction.of(2)
             self._inside = self._hooked = module
@@ -235,7 +236,7 @@ class ModelCalls:
         since its class was not wrapped when it was called.
         """
         self._shield.run(self._told.left, module, args, output, stands)
-        if stands is None and self._shield.is_mine():
+        if stands is None and self._shield.is_mine() and autograd.backward_task() == -1:
             stack_room.narrow(1)
         if (
             module is self._hooked and stack_room.RunningFunction.of(2).depth == self._hooked_by.depth
