@@ -60,8 +60,8 @@ class Clipping:
         every = [one for group in real.param_groups for one in group["params"]]
         flat = flat_shards.flat_shards(every)
         if flat and (limits.adaptive is not None or limits.when == "backward" or limits.per == "layer"):
-            what = "adaptive=" if limits.adaptive is not None else "per='layer'"
-            what = "when='backward'" if limits.when == "backward" else what
+            asked = {"when='backward'": limits.when == "backward", "adaptive=": limits.adaptive is not None}
+            what = next((name for name, is_asked in asked.items() if is_asked), "per='layer'")
             raise PlanError(f"{what} of parts of flat parameters: {flat_shards.FLAT}, or norm=, value=")
         if any(one.is_meta for one in every):
             raise PlanError("gradients on the meta device hold no numbers: expected parameters whose weights are there")
