@@ -178,6 +178,20 @@ def test_steps_that_are_rounded_away(tmp_path, lr, name):
     assert told.name == name
 
 
+def test_a_low_limit_that_adam_divides_out_is_no_fault(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+
+    def step(number):
+        optimizer.zero_grad()
+        x = torch.randn(16, 6)
+        (model(x) * torch.randn(16, 1) * 100).mean().backward()  # as a policy's loss, which does not fall
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+
+    assert watched(model, optimizer, step, tmp_path).name != "clipped_to_nothing"
+
+
 @pytest.mark.parametrize(("most", "name"), [(1e-6, "clipped_to_nothing"), (1.0, "")])
 def test_gradients_that_are_clipped_away(tmp_path, most, name):
     def loss_of(model, x, y):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from gaff.record.sample import Key, Sample
 from gaff.training.rules.layers import clips_an_explosion
 from gaff.training.rules.registry import Hit, Past, rule
-from gaff.training.rules.steps import has_fallen
+from gaff.training.rules.steps import has_fallen, ratios_of_updates
 
 _HALF = ("bfloat16", "float16")
 
@@ -186,14 +186,17 @@ def updates_round_away(sample: Sample, past: Past) -> Iterator[Hit]:
 def clipped_to_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
     """clip_grad_norm_ leaves less than a hundredth of the norm, and no loss has fallen by a tenth; a norm above 1,000
     that is brought to a usual limit, 0.1 or more, is the fault itself: ``exploding`` tells of it. Or
-    clip_grad_value_ leaves most elements of the gradients at one number below a thousandth, or at its negative."""
+    clip_grad_value_ leaves most elements of the gradients at one number below a thousandth, or at its negative.
+    Not where steps change the median weight by more than 1e-4 of its size all the same: Adam and the like divide the
+    size of gradients out."""
+    ratios = [ratio for some in ratios_of_updates(sample).values() for ratio in some.values()]
+    if (ratios and statistics.median(ratios) > 1e-4) or any(has_fallen(past, name) for name in past.losses):
+        return
     found, value = sample.facts.get("clipped"), sample.facts.get("clipped_by_value", 0.0)
-    if not found and (most := _value_of_all(sample, value)) and not any(has_fallen(past, name) for name in past.losses):
+    if not found and (most := _value_of_all(sample, value)):
         yield Hit(("", ""), f"most elements of the gradients are {most:.4g} or -{most:.4g}: they are clipped by value",
                   limit=most)  # fmt: skip
-    if not found or found["most"] >= 0.01 * found["norm"] or any(has_fallen(past, name) for name in past.losses):
-        return
-    if not clips_an_explosion(sample):
+    if found and found["most"] < 0.01 * found["norm"] and not clips_an_explosion(sample):
         yield Hit(("", ""), f"gradients with a norm of {found['norm']:.4g} are clipped to {found['most']:.4g}",
                   norm=found["norm"], limit=found["most"])  # fmt: skip
 

@@ -287,7 +287,7 @@ def update_small(sample: Sample, past: Past) -> Iterator[Hit]:
     """
     if (sample.facts.get("searches") and _is_still(sample)) or any(has_fallen(past, name) for name in past.losses):
         return
-    for model, ratios in _ratios(sample).items():
+    for model, ratios in ratios_of_updates(sample).items():
         middle = statistics.median(ratios.values())
         if middle < 1e-5:
             key = min(ratios, key=lambda one: ratios[one])
@@ -311,7 +311,7 @@ def update_large(sample: Sample, past: Past) -> Iterator[Hit]:
     """
     if any(has_fallen(past, name, 0.5) for name in past.losses):
         return
-    for told in _ratios(sample).values():
+    for told in ratios_of_updates(sample).values():
         ratios = {key: ratio for key, ratio in told.items() if sample.parameters[key].kind == "weight"}
         large = {key: ratio for key, ratio in ratios.items() if ratio > 0.1}
         if len(large) > len(ratios) / 2 and sample.step >= 3:
@@ -420,7 +420,7 @@ def stepped(sample: Sample) -> dict[str, list[tuple[Key, Parameter]]]:
     return found
 
 
-def _ratios(sample: Sample) -> dict[str, dict[Key, float]]:
+def ratios_of_updates(sample: Sample) -> dict[str, dict[Key, float]]:
     """rms(update) / rms(weight), by model and parameter, of weights that got a gradient.
 
     Left out are biases, parameters without a learning rate, and those whose gradient is zero everywhere, or so large
