@@ -211,3 +211,10 @@ def test_a_script_that_is_no_program_and_an_empty_folder(capsys, tmp_path, monke
     assert told in refused(capsys, "watch", "--", "./train.py")[1]
     assert "--out is empty" in refused(capsys, "watch", "--out", "", "--", sys.executable, "train.py")[1]
     assert not (tmp_path / "gaff-runs").exists()
+
+
+def test_a_kernel_of_no_known_name_is_told_before_the_command_starts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("GAFF_KERNEL", "foo")
+    assert main(["watch", "--out", str(tmp_path / "run"), sys.executable, "-c", "print(1)"]) == 1
+    assert "GAFF_KERNEL='foo': expected one of native, plain, avx512" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

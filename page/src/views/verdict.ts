@@ -80,7 +80,7 @@ function told(page: Page): HTMLElement[] {
     about.remedy !== "" && h("p", {}, h("b", {}, "What to do: "), about.remedy),
     ...about.next.map(([why, command]) => h("p", {}, h("b", {}, `${why === "to be sure" ? "To test this cause, run" : sentence(why)}: `), copyable(command))),
     about.others.length > 0 && h("p", { class: "quiet" }, `It may also be: ${about.others.map(([name]) => name.replaceAll("_", " ")).join(", ")}`),
-    !run.complete && h("p", { class: "quiet" }, page.source.head.live ? "The run goes on." : "The run goes on, or was killed: this is what it had written."),
+    !run.complete && h("p", { class: "quiet" }, page.source.head.live ? "The run goes on." : `This is what the run had written (${run.about?.ended ?? "it goes on, or was killed"}).`),
   ];
   return parts.filter((one): one is HTMLElement => one !== false);
 }

@@ -56,6 +56,7 @@ def launch(
     is removed; ``live``: serve a page of it.
     Returns the exit code of the command; where a signal ended it, the same signal ends this process.
     """
+    _check_kernel()
     folder = make_folder(out, command, force=force)
     _build_kernel(is_told=not quiet)
     told = replace(settings, out=folder.resolve()).to_json()
@@ -152,6 +153,15 @@ def _what(folder: Path) -> str:
     command = record.head.get("command")
     words = f"{' '.join(map(str, command))}, " if isinstance(command, list) else ""
     return f"{words}{record.steps} steps"
+
+
+def _check_kernel() -> None:
+    """Raise PlanError where ``GAFF_KERNEL`` names no kernel: what is watched would end its looks with that."""
+    from gaff.training.statistics import kernel
+
+    choice, known = os.environ.get("GAFF_KERNEL", ""), (kernel.NATIVE, kernel.PLAIN, *kernel.LEVELS)
+    if choice and choice not in known:
+        raise PlanError(f"GAFF_KERNEL={choice!r}: expected one of {', '.join(known)}")
 
 
 def _build_kernel(*, is_told: bool) -> None:

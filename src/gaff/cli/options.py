@@ -68,7 +68,7 @@ def add_table(parser: argparse.ArgumentParser) -> None:
 
 def add_columns(parser: argparse.ArgumentParser) -> None:
     """Which columns of tables are printed; ``gaff.cli._run`` reads it, and fits all tables to the terminal."""
-    parser.add_argument("--columns", metavar="NAMES", help="only these columns of the tables: --columns time,flops")
+    parser.add_argument("--columns", metavar="NAMES", help="only the columns with these heads, separated by commas")
 
 
 def columns_of(options: argparse.Namespace) -> list[str]:

@@ -46,12 +46,20 @@ def _is_forward_of(node: Any, code: CodeType) -> bool:
     return not type(node).__name__.startswith("CompiledFunction") and getattr(forward, "__code__", None) is code
 
 
+def repeats_in_order(function: Any) -> bool:
+    """Whether a custom Function's node is torch's reentrant checkpoint, whose backward runs its forward once more.
+
+    What others call in backward may be something else, in another order, as the solver of an adjoint equation does.
+    """
+    return getattr(type(function), "_forward_cls", None) is CheckpointFunction
+
+
 def is_spent(region: Any) -> bool:
     """Whether a region can recompute no more: torch's reentrant checkpoint, once a pass has freed what it saved.
 
     Its node lives on with the loss. Custom Functions of others may run again without what they saved, and do not count.
     """
-    if getattr(type(region), "_forward_cls", None) is not CheckpointFunction:
+    if not repeats_in_order(region):
         return False
     try:
         _ = region._raw_saved_tensors

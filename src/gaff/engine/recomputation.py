@@ -7,6 +7,9 @@ order, and a region of a forward without edits may come back among them.
 Two kinds of activation checkpointing, each with an object that both passes can see and that dies with the autograd
 graph: a non-reentrant one has its frame, a reentrant one its autograd node. Calls are matched by their order within
 it. See docs/decisions/0007.
+
+A custom Function that is no checkpoint of torch's may call modules in its backward in any order and with any values, as
+an adjoint solver does: there a call is repeated by one that passes the same bits, and by no other.
 """
 
 from __future__ import annotations
@@ -16,8 +19,12 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
+from gaff.address.nested import iter_tensors
 from gaff.compat import autograd, checkpoints
+from gaff.compat.modes import outside_modes
 from gaff.engine.crossing import Crossing
 from gaff.errors import ExactnessError, PlanError
 
@@ -47,10 +54,11 @@ class Replay:
         self._positions: WeakKeyDictionary[Any, tuple[object, int, Any]] = WeakKeyDictionary()
         self._waiting: dict[Crossing, ref[Any]] = {}  # calls without a graph, and what may recompute them
 
-    def wait(self, crossing: Crossing) -> bool:
+    def wait(self, crossing: Crossing, value: Any) -> bool:
         """Note a call that a reentrant checkpoint may run again with an autograd graph; whether there is one around it.
 
-        The call is one without grad mode, or with it inside a custom Function, whose graph may be thrown away.
+        The call is one without grad mode, or with it inside a custom Function, whose graph may be thrown away. By
+        ``value``, what passes, a repetition is told from other calls; None where that is not known.
 
         A reentrant checkpoint runs its forward without grad mode, inside a custom Function; so does any other such
         Function. The call is noted for all that enclose it, and waits for the outermost: the inner ones are gone after
@@ -63,19 +71,21 @@ class Replay:
         run.is_waiting = True
         if crossing.memo is None:
             crossing.memo = {}
+        if value is not None and not all(map(checkpoints.repeats_in_order, functions)):
+            crossing.passed = _elements_of(value)
         self._waiting[crossing] = ref(functions[-1])  # the others die with the first pass
         for function in functions:
             self._regions.setdefault(function, []).append(crossing)
         return True
 
-    def remember(self, crossing: Crossing) -> None:
+    def remember(self, crossing: Crossing, value: Any) -> None:
         """Note a call in an ordinary forward whose edits must be made again if a checkpoint recomputes it.
 
         Raises PlanError where tensors are saved by hooks, as a non-reentrant checkpoint does, and this torch does not
         tell of which.
         """
         if not crossing.has_graph or not autograd.is_outside_functions():
-            self.wait(crossing)
+            self.wait(crossing, value)
         if checkpoints.has_saved_hooks():
             if not checkpoints.sees_checkpoints():
                 raise PlanError(
@@ -84,8 +94,10 @@ class Replay:
                 )
             self._note(crossing, checkpoints.enclosing())
 
-    def match(self, *, has_grad: bool) -> Match | None:
+    def match(self, value: Any, *, has_grad: bool) -> Match | None:
         """The call that the current recomputation repeats; None for one that this session did not see.
+
+        ``value`` is what passes now, None if not known.
 
         ``has_grad``: grad mode of the call; that of this thread may be another, since compiled code runs without.
 
@@ -109,7 +121,8 @@ class Replay:
                 return None if crossing is None else Match(crossing, False)
         if node is None or not autograd.is_python_node(node):
             return None
-        crossing = self._next(node, node, autograd.backward_task())
+        is_ordered = checkpoints.repeats_in_order(node) or value is None
+        crossing = self._next(node, node, autograd.backward_task()) if is_ordered else self._same(node, value)
         if crossing is None:
             return None
         self._note(crossing, chain[:inner])
@@ -152,6 +165,19 @@ class Replay:
             if not found.is_again:
                 self._regions.setdefault(found.frame, []).append(crossing)
 
+    def _same(self, node: Any, value: Any) -> Crossing | None:
+        """The call in a custom Function that passed the same bits, the next in order if there are several; or None."""
+        mark, calls = autograd.backward_task(), self._regions.get(node, [])
+        known = self._positions.get(node)
+        position = known[1] if known is not None and known[0] == mark else 0
+        elements = _elements_of(value) if calls else ()
+        for number in (*range(position, len(calls)), *range(position)):
+            if calls[number].passed is None or _is_equal(calls[number].passed, elements):
+                self._positions[node] = (mark, number + 1, None)
+                found: Crossing = calls[number]
+                return found
+        return None
+
     def _next(self, region: Any, place: Any, mark: Any) -> Crossing | None:
         """The next call of ``region`` in the recomputation ``place``; None for a region without calls of this module.
 
@@ -170,3 +196,31 @@ class Replay:
         trigger = known[2] if known is not None else ref(mark) if is_frame and autograd.is_python_node(mark) else None
         self._positions[place] = (None if is_frame else mark, position + 1, trigger)
         return calls[position]
+
+
+_FEW = 16  # elements of a tensor, spread over it
+
+
+def _elements_of(value: Any) -> tuple[tuple[torch.Size, torch.dtype, Tensor | None], ...]:
+    """Of each tensor its shape, dtype and a copy of a few elements, where these can be read. No synchronisation."""
+    found = []
+    with outside_modes(), torch.no_grad():
+        for _, tensor in iter_tensors(value):
+            is_plain = type(tensor) in (Tensor, Parameter) and not autograd.is_wrapper(tensor)
+            few = None
+            if is_plain and tensor.layout is torch.strided and tensor.device.type != "meta":
+                few = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _FEW)].clone()
+            found.append((tensor.shape, tensor.dtype, few))
+    return tuple(found)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two values have the same shapes and elements; NaN is equal to NaN. Waits for the device."""
+    if [told[:2] for told in one] != [told[:2] for told in other]:
+        return False
+    with outside_modes(), torch.no_grad():
+        return all(
+            bool(((a == b) | (a.isnan() & b.isnan())).all())
+            for (*_, a), (*_, b) in zip(one, other, strict=True)
+            if a is not None and b is not None
+        )

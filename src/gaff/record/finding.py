@@ -21,7 +21,7 @@ class Finding:
     """One rule at one site, or at several of the same kind: the first of them is ``site``.
 
     ``since``: the first step at which it was seen; ``last``: the latest; ``share``: of the looks in between and after.
-    ``evidence``: the numbers at the step where they were worst. ``look``: a line of Python that shows more.
+    ``evidence``: the numbers at the latest look that saw it. ``look``: a line of Python that shows more.
     """
 
     rule: str

@@ -215,9 +215,9 @@ class ExitHook(HookInside):
         """
         crossing, replay = Crossing(run, number, has_grad_mode(what)), self.side.replay
         if not crossing.has_graph:
-            replay.wait(crossing)
+            replay.wait(crossing, None)
         elif checkpoints.has_saved_hooks():
-            replay.remember(crossing)
+            replay.remember(crossing, None)
             if crossing.memo is not None:
                 crossing.memo[self] = call
         self._act(call, what, crossing)
@@ -228,7 +228,7 @@ class ExitHook(HookInside):
         Where that had an autograd graph its hooks wait for the call of the first pass, and what arrives by the ticket
         of the recomputation is handed to them.
         """
-        crossing = self.side.met_again(has_grad_mode(what)) if self.acts else None
+        crossing = self.side.met_again(has_grad_mode(what), None) if self.acts else None
         if crossing is not None and crossing.has_graph:
             self._act(call, what, crossing)
         elif crossing is not None and crossing.memo is not None and (first := crossing.memo.get(self)) in self.waiting:

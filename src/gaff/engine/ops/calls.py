@@ -143,7 +143,7 @@ class OpEvent:
     def _act(self, value: Any, given: Arguments, *, needs_graph: bool) -> Any:
         """Let those acts at the exit act that need an autograd graph, or those that need none; what passes on."""
         acts = [act for act in self.node.exit.acts if act.needs_graph is needs_graph] if self.node is not None else []
-        crossing = self.crossing() if acts else None
+        crossing = self.crossing(value) if acts else None
         if self.node is None or crossing is None:
             return value
         return self.node.exit.act(value, given, crossing, acts)
@@ -165,15 +165,17 @@ class OpEvent:
             while self._frames and self._frames.pop().owner is not self.node:
                 pass
 
-    def crossing(self) -> Crossing | None:
-        """That of the op's exit, made once; None in a recomputation that nobody waits for.
+    def crossing(self, value: Any = None) -> Crossing | None:
+        """That of the op's exit, made once, by ``value`` if known; None in a recomputation that nobody waits for.
 
         Not for an op that nobody asks for.
         """
         if not self._is_met and self.node is not None:
             self._is_met, side, run = True, self.node.exit, self.part.run
             has_graph = is_grad_enabled()
-            self._crossing = side.met_again(has_graph) if run is None else side.meet(run, self.part.call, has_graph)
+            self._crossing = (
+                side.met_again(has_graph, value) if run is None else side.meet(run, self.part.call, has_graph, value)
+            )
         return self._crossing
 
     def _follow_regions(self) -> None:
