@@ -101,3 +101,59 @@ def test_a_stage_of_a_pipeline_is_a_model_and_each_micro_batch_a_run(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*torchrun, script], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+SPAWNED = """
+import sys
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+
+class Rows(Dataset):
+    def __init__(self):
+        self.encoder = nn.Linear(4, 4)
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, at):
+        with torch.no_grad():
+            return self.encoder(torch.full((4,), float(at)))
+
+
+def act(queue):
+    with torch.no_grad():
+        queue.put(nn.Linear(4, 4)(torch.ones(4)).sum().item())
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "actor":
+        queue = mp.get_context("spawn").Queue()
+        actor = mp.get_context("spawn").Process(target=act, args=(queue,))
+        actor.start()
+        queue.get()
+        actor.join()
+        batches = [torch.randn(6, 4) for _ in range(4)]
+    else:
+        batches = DataLoader(Rows(), batch_size=6, num_workers=1, multiprocessing_context="spawn")
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for x in batches:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("which", "processes"), [("actor", 2), ("workers", 1)])
+def test_processes_that_only_call_a_model_do_not_stand_for_the_one_that_trains(tmp_path, which, processes):
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNED)
+    command = [sys.executable, "-m", "gaff", "watch", "--out", tmp_path / "run", sys.executable, script, which]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    record = gaff.load(tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert len(record.scalar("loss")) == 4
+    assert len(record.ranks) == processes

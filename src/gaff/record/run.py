@@ -91,8 +91,7 @@ class Record:
         """
         known = {part.reader.path for part in self._parts}
         found = self.path.glob(f"*{ENDING}") if self.path.is_dir() else ()
-        files = [one for one in found if one not in known and one.is_file()]
-        for file in sorted(files, key=lambda one: (_rank_of(one), len(one.name))):
+        for file in _in_order([one for one in found if one not in known and one.is_file()]):
             if known and file.stat().st_size < len(MAGIC):
                 continue  # just being made
             rank = _rank_of(file)
@@ -216,8 +215,9 @@ class Record:
     def scalar(self, name: str = "loss", rank: int | str = 0) -> Series:
         """A number of each step: ``loss`` (the first that was found), ``loss:NAME`` or NAME, ``lr``, ``grad_norm`` ...
 
-        Steps without one are left out. ``rank``: a process, or "all" for ``grad_norm`` of all parts of the parameters,
-        of which one tells its share. Raises RecordError with the names that there are, and for others of all processes.
+        Steps without one are left out; none is left where only other processes tell it. ``rank``: a process, or "all"
+        for ``grad_norm`` of all parts of the parameters, of which one tells its share. Raises RecordError with the
+        names that there are, and for others of all processes.
         """
         if isinstance(rank, str):
             return Series(*scalar_together(self._parts, name, rank))
@@ -225,9 +225,9 @@ class Record:
         if name == "loss":
             name = next((one for one in series if one.startswith("loss:")), name)
         name = f"loss:{name}" if name not in series and f"loss:{name}" in series else name
-        if name not in series:
+        if not {name, f"loss:{name}"} & {*self.scalars}:
             raise RecordError(f"no scalar {name!r} in {self.path}: expected one of {', '.join(self.scalars) or 'none'}")
-        pairs = [(int(step), value) for step, value in zip(series["step"], series[name], strict=True)]
+        pairs = [(int(step), value) for step, value in zip(series.get("step", ()), series.get(name, ()), strict=False)]
         is_missing = is_absent if name.startswith("loss") else math.isnan
         kept = [(step, value) for step, value in pairs if not is_missing(value)]
         return Series([step for step, _ in kept], [value for _, value in kept])
@@ -343,6 +343,20 @@ def _find(names: dict[str, tuple[str, str]], site: str, path: Path, phase: str) 
 def _joined(model: str, address: str) -> str:
     """The name of a site with its model's before it: ``model.fc1``, and ``model:output`` of the model itself."""
     return f"{model}{address}" if address.startswith((":", "[")) else f"{model}.{address}"
+
+
+def _in_order(files: list[Path]) -> list[Path]:
+    """Logs by their rank; of those without one, which all are 0, first the processes that train, where others only call
+    a model, then the main one."""
+    return sorted(files, key=lambda one: (_rank_of(one), len(files) > 1 and not _trains(one), len(one.name)))
+
+
+def _trains(file: Path) -> bool:
+    """Whether a process has written a step of an optimizer so far."""
+    part = RankPart(0, LogReader(file))
+    if file.stat().st_size >= len(MAGIC):
+        part.read()
+    return "lr" in part.logged
 
 
 def _rank_of(file: Path) -> int:

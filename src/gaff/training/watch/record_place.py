@@ -7,6 +7,7 @@ the version of the format.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
 from pathlib import Path
@@ -45,7 +46,7 @@ def log_path(settings: Settings) -> Path | None:
     """The name of a new file for this process, by its rank, and by its process number where one of that rank is there.
 
     None where no record is kept. The rank is torch's as it is now, for the processes may have met since the settings
-    were made.
+    were made. A process that another one has started without a rank of its own leaves the plain name to that one.
     """
     if settings.out is None:
         return None
@@ -53,7 +54,8 @@ def log_path(settings: Settings) -> Path | None:
     known = distributed.is_available() and distributed.is_initialized()
     rank = distributed.get_rank() if known else settings.rank
     path = settings.out / f"rank{rank}{ENDING}"
-    return settings.out / f"rank{rank}-{os.getpid()}{ENDING}" if path.exists() else path
+    is_child = not known and multiprocessing.parent_process() is not None
+    return settings.out / f"rank{rank}-{os.getpid()}{ENDING}" if is_child or path.exists() else path
 
 
 def surroundings(settings: Settings) -> dict[str, Any]:
