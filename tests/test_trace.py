@@ -176,7 +176,7 @@ def test_a_depth_leaves_out_what_lies_deeper_and_counts_its_parameters_in_what_h
     assert trace.tree(depth=0).splitlines()[1] == ":output  Sequential  1x2 -> 1x3  27 params"
     assert trace.table(depth=9) == trace.table()
     assert trace.tree(depth=9) == trace.tree()
-    with pytest.raises(ValueError, match="depth=-1: expected 0 for the model alone, or a number of levels below it"):
+    with pytest.raises(PlanError, match="depth=-1: expected 0 for the model alone, or a number of levels below it"):
         trace.table(depth=-1)
 
 

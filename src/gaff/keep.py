@@ -186,7 +186,8 @@ def channels(index: int | slice | Sequence[int], dim: int = 1) -> Part:
 
 def heads(index: int | Sequence[int], count: int) -> Heads:
     """Keep some heads of ``[..., count * width]``, as ``[..., len(index), width]``; ``count``: how many there are."""
-    if _one(count, "count") < 1:
+    count = _one(count, "count")
+    if count < 1:
         raise PlanError(f"count={count!r} given: expected how many heads there are, 1 or more")
     numbers = whole_numbers(index, "index")
     for one in numbers:
@@ -250,7 +251,7 @@ def _index(index: Any) -> Index:
     if not isinstance(index, slice):
         numbers = whole_numbers(index, "index")
         return numbers[0] if _is_one(index) else numbers
-    ends = [None if one is None else whole_numbers(one, "index")[0] for one in (index.start, index.stop, index.step)]
+    ends = [None if one is None else _one(one, "index") for one in (index.start, index.stop, index.step)]
     if (1 if ends[2] is None else ends[2]) < 1:
         raise PlanError(f"{index} given: torch takes no slice that runs backwards; expected the places, as [2, 1, 0]")
     return slice(*ends)

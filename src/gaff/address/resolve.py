@@ -146,6 +146,9 @@ def resolve(
         wanted = parse(wanted)
     if isinstance(wanted, (Site, Pattern)):
         return find_site(model, wanted) if isinstance(wanted, Site) else _find_pattern(model, wanted, is_edit)
+    if isinstance(wanted, type):
+        raise PlanError(f"the class {wanted.__name__} given as a pattern: expected '**<{wanted.__name__}>', all such "
+                        "modules")  # fmt: skip
     if not callable(wanted):
         raise PlanError(f"{wanted!r:.60} names no site: expected an address, a module of the model or a predicate")
     found = [item for item in _iter_outputs(model) if wanted(item.site)]
@@ -420,9 +423,9 @@ def _find_object(model: nn.Module, wanted: nn.Module) -> Found:
     Raises SiteError where it is not part of the model, such as a copy of one that is.
     """
     wanted = unwrap(wanted)
-    for path, module, chain in iter_modules(model):
+    for path, module, _ in iter_modules(model):
         if module is wanted:
-            return Found(Site(path), module, chain)
+            return find_site(model, Site(path))[0]
     for path, module in model.named_modules(remove_duplicate=False):
         if module is wanted and path:  # of an exported graph, for which a tree stands
             return find_site(model, Site(path))[0]

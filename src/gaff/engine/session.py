@@ -75,7 +75,7 @@ class Session:
         """
         for tensor in tensors:
             if not tensor.tensor.requires_grad:
-                raise PlanError(f"tensor {tensor.name!r} does not require grad: it will get no gradient to capture")
+                raise PlanError(f"tensor {tensor.name!r} does not require grad: no gradient comes to it")
         self.notes: list[str] = []
         self.threads = threads
         self.released = Release()

@@ -86,16 +86,17 @@ def begin(
     known = read(out)
     changes = tuple(_differences({name: one for name, one in known.items() if name != "order"}, told))
     plan = [text for text in changes if text.startswith(("sites", "options"))]
+    other = "another out=" if out.shards() else "another out= (no row is kept there yet: the folder may be removed)"
     if plan:
         told_apart = [text for text in plan if not text.startswith("options.plan")] or plan  # which follows from others
         raise PlanError(
             f"the harvest in {str(out)!r} keeps something else: {'; '.join(told_apart)}: expected the same again, or "
-            "another out="
+            f"{other}"
         )
     if changes and not accept_changes:
         raise PlanError(
-            f"the harvest in {str(out)!r} was begun otherwise: {'; '.join(changes)}: expected the same again, another "
-            "out=, or accept_changes=True, after which its shards come from both"
+            f"the harvest in {str(out)!r} was begun otherwise: {'; '.join(changes)}: expected the same again, {other}, "
+            "or accept_changes=True, after which its shards come from both"
         )
     return known, changes
 

@@ -73,7 +73,7 @@ class Trace:
 
         ``depth``: how many levels of calls below the model are told, 0 for the model alone, None for all. Of a call
         whose inside is left out, ``params`` are those of all modules inside, and time, flops and memory what they are
-        in the full table. Raises ValueError for a negative depth.
+        in the full table. Raises PlanError for a negative depth.
         """
         return trace_text.render_table(self, width, depth=depth, is_plain=is_plain)
 

@@ -16,7 +16,7 @@ from typing import Any, get_origin, get_type_hints
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from gaff.address.grammar import GRADIENT_PORTS, Pattern, Site, parse
+from gaff.address.grammar import GRADIENT_PORTS, STATE_PORTS, Pattern, Site, parse
 from gaff.address.resolve import Found, identity, is_there, need_module, resolve
 from gaff.compat import distributed
 from gaff.edits.files import digest_of
@@ -309,7 +309,8 @@ def _check_port(found: Found, inner: Any, threads: str, *, is_spread: bool) -> N
             f"{site}: buffers cannot be edited, modules write into them: set the buffer, or edit the output"
         )
     if isinstance(inner, Skip) and (site.port != "output" or site.key or site.op is not None):
-        raise PlanError(f"{site}: skip takes the place of a whole module: expected it at {Site(site.path)}")
+        module = site.path.rpartition(".")[0] if site.port in STATE_PORTS else site.path
+        raise PlanError(f"{site}: skip takes the place of a whole module: expected it at {Site(module)}")
     if isinstance(inner, Skip) and inner.value is not None and is_spread:
         raise PlanError(
             f"{site}: skip with a value, which is of the whole tensor, where this process may hold a part (tensor "

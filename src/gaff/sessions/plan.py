@@ -59,7 +59,8 @@ class Plan:
         if isinstance(changes, Plan):
             return changes._with(read_options(dict(options)))
         if not isinstance(changes, Mapping) or not changes:
-            raise PlanError(f"edits {changes!r:.60} are no dict: expected {{'layer3': gaff.edits.scale(0.5)}}")
+            what = "are none" if isinstance(changes, Mapping) else "are no dict"
+            raise PlanError(f"edits {changes!r:.60} {what}: expected {{'layer3': gaff.edits.scale(0.5)}}")
         unknown = [name for name in options if name not in ("check_finite", "threads")]
         if unknown:
             raise PlanError(f"option {unknown[0]!r} is not known to an edit: expected check_finite or threads")

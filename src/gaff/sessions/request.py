@@ -102,9 +102,13 @@ class Options:
             raise PlanError(f"evict={self.evict!r} is not known: expected one of {', '.join(map(repr, _EVICT))}")
         if self.to is not None:
             try:
-                torch.device(self.to)
+                kind = torch.device(self.to).type
             except (RuntimeError, TypeError) as error:
                 raise PlanError(f"to={self.to!r} is no device: {str(error).splitlines()[0]}") from None
+            if kind in ("cuda", "mps", "xpu") and not torch.get_device_module(kind).is_available():
+                raise PlanError(
+                    f"to={self.to!r}: torch finds no such device here: expected 'cpu', or one that is there"
+                )
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise PlanError(f"dtype={self.dtype!r} is no floating type: expected one, such as torch.float16")
         if self.reduce is not None and not callable(self.reduce):

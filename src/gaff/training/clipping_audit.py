@@ -158,7 +158,7 @@ class Audit:
         if most:
             lines.append(f"clipped most: {most}")
         if any(name.startswith("group ") for name in self.names):
-            lines.append("(give model= for the names of parameters)")
+            lines.append("(model=, the one that these parameters are of, gives them names)")
         cells = [
             (
                 str(row.step),

@@ -47,7 +47,7 @@ class OriginSearch:
     def __init__(self, model: nn.Module, allow: Iterable[str], runs: KeptRuns, notes: list[str]) -> None:
         """Raises PlanError for an ``allow`` that names nothing. ``notes``: the guard's own list."""
         self.meshes = distributed.meshes_of(model)
-        self._allow = tuple(allow)
+        self._allow = allow if isinstance(allow, str) or not isinstance(allow, Iterable) else tuple(allow)
         Examination(model, self._allow)  # tells a slip in ``allow`` at once
         # without DistributedDataParallel around it: the other processes do not run this batch again
         self._is_averaged = isinstance(model, nn.parallel.DistributedDataParallel)

@@ -331,8 +331,8 @@ def _find_layers(model: nn.Module, patterns: Sequence[Any]) -> dict[str, nn.Modu
     ]
     if unknown:
         raise PlanError(
-            f"{', '.join(unknown[:5])}: no rule for its parameters: expected Linear, Conv, Embedding and norm layers; "
-            "limit what is followed, sample_norms(model, '**<Linear>')"
+            f"{', '.join(unknown[:5])}: no rule for its parameters, or for an option of it: expected Linear, Conv, "
+            "Embedding and norm layers; limit what is followed, sample_norms(model, '**<Linear>')"
         )
     if not trained:
         raise PlanError("sample_norms found no layer with trainable parameters there")

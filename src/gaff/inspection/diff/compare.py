@@ -42,9 +42,11 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None, pairs: Mapping[str, 
         PlanError: for two things that cannot be compared, and for ``pairs`` of runs, or that name no module.
         RecordError: for what cannot be read.
     """
-    is_number = tolerance is None or isinstance(tolerance, (int, float))
+    is_number = tolerance is None or (isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool))
     if not is_number or (tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0)):
         raise PlanError(f"tolerance {tolerance!r}: expected a relative difference of 0 or more, such as 1e-5")
+    if pairs is not None and not isinstance(pairs, Mapping):
+        raise PlanError(f"pairs={pairs!r:.60}: expected a dict, such as {{'encoder': 'backbone'}}")
     (one, name), (other, other_name) = _read(a), _read(b)
     if name == other_name:
         name, other_name = f"A, {name}", f"B, {other_name}"

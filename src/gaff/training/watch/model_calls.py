@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import get_worker_info
 
 from gaff.address.resolve import unwrap
 from gaff.compat import autograd, compiler, modes
@@ -203,9 +204,9 @@ class ModelCalls:
         ``args``: what it was called with; None where the call is still to begin, and will be told by ``_called``. A
         part of a known model that is called by itself, such as an encoder, counts as a run of that model. Modules of
         gaff's own and those without parameters and buffers, such as a loss, are passed over; so are all new ones if the
-        models were given.
+        models were given, and in a worker of a DataLoader, which may use a model to get its data ready.
         """
-        if module in self._known or type(module).__module__.startswith("gaff."):
+        if module in self._known or type(module).__module__.startswith("gaff.") or get_worker_info() is not None:
             return
         entry = self._models.entries.get(module) or self._models.entries.get(unwrap(module))
         if entry is not None:  # a part that is called by itself, such as an encoder, or what was compiled since

@@ -79,6 +79,9 @@ class Settings:
             value: Any = getattr(self, name)
             if isinstance(value, str):
                 raise PlanError(f"{name}={value!r}: expected a list of patterns, such as [{value!r}]")
+            value = [*value] if isinstance(value, Iterable) else [value]
+            if not all(isinstance(one, str) for one in value):
+                raise PlanError(f"{name}={value!r:.60}: expected a list of patterns as text, such as ['layer4.*']")
             object.__setattr__(self, name, tuple(value))
         if self.every is not None and (
             isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import get_worker_info
 
 from gaff.compat import checkpoints, compiler
 from gaff.engine.process.training_loop import Outer, Told
@@ -62,8 +61,8 @@ class Watcher:
         self._models = Models(settings.only, settings.skip, is_given=models is not None)
         self._flight = FlightRecorder(settings.out, keeps_batches=settings.keep_batch)
         self._alone, self._batches = Alone(), StepBatches()
-        told = CallsTold(self._found, self._run_begins, self._run_ends, self._run_ends_late,
-                         lambda *given: self._looks.left(*given))  # fmt: skip
+        told = CallsTold(lambda model: self.reporter.model(model, self.step), self._run_begins, self._run_ends,
+                         self._run_ends_late, lambda *given: self._looks.left(*given))  # fmt: skip
         self._calls = ModelCalls(self._models, told, self.shield)
         setup = SetupFacts(self._models, self.shield, lambda *given: self._looks.attended(*given))
         self._looks = Looks(self._models, self._calls, setup, self.shield,
@@ -135,7 +134,7 @@ class Watcher:
             self.reporter.pause()
 
     def abandon(self) -> None:
-        """Stop watching in a child, as a DataLoader's worker is, and leave the record to the parent."""
+        """Stop watching in a forked child (a DataLoader's worker), and leave the record to the parent."""
         if self.shield.is_open:
             self.reporter.abandon()
             self._flight.close()
@@ -155,13 +154,6 @@ class Watcher:
         self._steps.forget()
 
     # runs of models
-
-    def _found(self, model: Model) -> None:
-        """A model is met; in a worker of a DataLoader, which gets its data ready by one, nothing is watched."""
-        if get_worker_info() is None:
-            self.reporter.model(model, self.step)
-        else:
-            self.abandon()
 
     def _run_begins(self, model: Model, module: nn.Module, args: Any, kwargs: Any, is_late: bool) -> None:
         """``is_late``: a model was found as it runs: its own hooks are past, those of the modules inside are not."""
