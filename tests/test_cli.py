@@ -485,6 +485,25 @@ def test_nan_of_a_model(capsys, script):
     assert "no NaN or inf in" in out
 
 
+UNUSUAL = """
+import torch
+from torch import nn
+lazy, scripted = nn.LazyLinear(4), torch.jit.script(nn.Sequential(nn.Linear(4, 2)))
+for _ in range(3):
+    scripted(lazy(torch.randn(2, 3))).sum().backward()
+print("at its end")
+"""
+
+
+def test_nan_of_a_script_with_models_that_cannot_be_guarded_or_not_yet(capsys, tmp_path):
+    (tmp_path / "script.py").write_text(UNUSUAL)
+    code, out, err = run(capsys, "nan", str(tmp_path / "script.py"))
+    assert code == 0
+    assert "at its end" in out
+    assert "looked at 1 model" in out
+    assert "is not looked at: the model is TorchScript" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [

@@ -1,5 +1,6 @@
 """``find_nonfinite`` and ``guard`` where such tools miss, blame the wrong op, or change what they watch."""
 
+import copy
 import math
 import re
 
@@ -463,3 +464,32 @@ def test_an_unseen_op_belongs_to_the_module_around_what_it_is_given_to(how):
     report = gaff.find_nonfinite(lambda: model(torch.randn(3, 4)).sum().backward(), model=model)
     assert (report.site, report.module) == ("inner/Log", "inner")
     assert "it came from Log, in an op that nothing shows" in report.cause
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.cfloat))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+def test_an_optimizer_that_views_complex_parameters_as_real_ones(make):
+    model = Complex()
+    optimizer = make(model.parameters(), lr=1e-2)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(3, 2, dtype=torch.cfloat)).abs().mean().backward()
+        optimizer.step()
+
+    bare = copy.deepcopy(model.weight)
+    assert not gaff.find_nonfinite(step, model=model)
+    assert not torch.equal(model.weight, bare)
+
+
+def test_a_step_that_gives_lazy_parameters_their_shapes():
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2))
+    assert not gaff.find_nonfinite(lambda: model(torch.randn(2, 3)).sum().backward())

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,14 +45,10 @@ def examine(
     """
     script = _Script(path, arguments, is_module)
     guards: list[Guard] = []
-
-    def open_guard(stack: ExitStack, module: nn.Module) -> None:
-        guards.append(stack.enter_context(guard(module, allow=allow)))
-
     losses = _Losses(guards)
     code: Any = 0
     try:
-        with ExitStack() as stack, RootWatch(lambda module: open_guard(stack, module)), losses:
+        with ExitStack() as stack, RootWatch(partial(_guard, guards, stack, allow)), losses:
             script.run()
     except NonFiniteError as error:
         if error.report is None:
@@ -77,6 +74,14 @@ def examine(
         )
     steps = sum(one.steps for one in guards)
     return Report(False, notes=(f"looked at {counted(len(guards), 'model')}, {counted(steps, 'optimizer step')}",))
+
+
+def _guard(guards: list[Guard], stack: ExitStack, allow: Sequence[str], module: nn.Module) -> None:
+    """Guard a model that the script is about to call, as long as ``stack`` is open; tell of one that cannot be."""
+    try:
+        guards.append(stack.enter_context(guard(module, allow=allow)))
+    except PlanError as error:
+        to_stderr(f"gaff: {type(module).__name__} is not looked at: {error}")
 
 
 def _first(guarded: Report | None, of_loss: Report | None) -> Report | None:

@@ -99,6 +99,17 @@ def takes_gradient(tensor: Tensor) -> bool:
         return False
 
 
+def maker_of(tensor: Tensor) -> Node | None:
+    """The autograd node that made ``tensor``; None of a leaf, and of what torch raises for when its node is asked for.
+
+    That is a view made without grad mode of what was written to since, as optimizers do with complex parameters.
+    """
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def is_view_without_grad(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a view that was made without grad mode of a tensor that requires grad."""
     try:

@@ -99,7 +99,14 @@ def trace_run(
         "has_backward": backward is not None,
         "has_flops": has_flops,
         "device": str(device),
-        "notes": (*session.notes, *_notes(counter), *_tied(model), *written, *_elsewhere(session)),
+        "notes": (
+            *session.notes,
+            *_notes(counter),
+            *_tied(model),
+            *written,
+            *_elsewhere(session),
+            *_added(model, modules),
+        ),
         "given": fingerprint_of(log.given),
         "tokens": tokens,
     }
@@ -117,6 +124,14 @@ def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]
     if not value.shape[0] or not elements.is_readable(value):
         return ()
     return tuple(map(str, value[0].tolist()))
+
+
+def _added(model: nn.Module, modules: list[tuple[str, nn.Module, Any]]) -> list[str]:
+    """A note about modules that the model has got while it ran, of which no trace tells."""
+    known = {id(module) for _, module, _ in modules}
+    names = [path for path, module, _ in iter_modules(model) if id(module) not in known]
+    told = f"this run itself added modules, whose calls are not here: {', '.join(names[:5])}"
+    return [f"{told}; traced once more, they are"] if names else []
 
 
 def _elsewhere(session: Session) -> list[str]:
@@ -329,7 +344,8 @@ def _build(
     named = list(_iter_parameters(model))
     digests = digests_of_some([parameter for _, parameter in named])
     for (path, parameter), digest in zip(named, digests, strict=True):
-        grad = parameters[path].grad if facts["has_backward"] else None
+        noted = parameters.get(path)  # None of one that the model has got while it ran
+        grad = noted.grad if facts["has_backward"] and noted is not None else None
         shape, dtype = shape_text(parameter), str(parameter.dtype).removeprefix("torch.")
         states.append(
             ParameterRow(str(Site(path, port="param")), shape, dtype, parameter.numel(), parameter.requires_grad, grad,

@@ -14,11 +14,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gaff.compat import elements
 from gaff.compat.memory import version_of
+from gaff.inspection.sketches import digests_of_some
 
-WRITTEN = "this run itself changed parameters in place: {}; they are not restored"
+WRITTEN = "this run itself changed parameters: {}; they are not restored"
 
 
 @contextmanager
@@ -37,7 +39,7 @@ def untouched(model: nn.Module, inputs: Iterable[Tensor] = (), notes: list[str] 
     buffers = [_Buffers(module) for module in modules]
     embeddings = [one for one in modules if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
     shortened = {one.weight: one.weight.detach().clone() for one in embeddings if one.max_norm is not None}
-    versions = [(name, one, version_of(one)) for name, one in model.named_parameters() if one not in shortened]
+    weights = _Weights(model, shortened)
     modes = [(module, module.training) for module in modules if hasattr(module, "training")]  # frozen TorchScript: none
     leaves = [tensor for tensor in (*model.parameters(), *inputs) if tensor.is_leaf and tensor.requires_grad]
     gradients = [tensor.grad for tensor in leaves]
@@ -65,10 +67,40 @@ def untouched(model: nn.Module, inputs: Iterable[Tensor] = (), notes: list[str] 
             saved.restore()
         for weight, before in shortened.items():
             _write_back(weight, before)
-        changed = [name for name, one, version in versions if version_of(one) != version]
-        if changed:
+        if changed := weights.changed():
             told = WRITTEN.format(", ".join(changed[:5]))
             warnings.warn(f"gaff: {told}", stacklevel=3) if notes is None else notes.append(told)
+
+
+class _Weights:
+    """The parameters of a model but for some, as they are now: by version, and by some of their elements, since what
+    goes by ``.data`` counts up no version."""
+
+    def __init__(self, model: nn.Module, without: Iterable[Tensor]) -> None:
+        left_out = {id(one) for one in without}
+        self._model = model
+        named = list(model.named_parameters())
+        self._known = {name: one for name, one in named if id(one) not in left_out and not is_lazy(one)}
+        self._marks = self._marks_now()
+
+    def changed(self) -> list[str]:
+        """The names of those that have other values by now, or whose place another parameter of this kind has taken.
+
+        Those that are sharded are other objects while they are gathered: these do not count.
+        """
+        now = dict(self._model.named_parameters())
+        pairs = zip(self._known.items(), self._marks, self._marks_now(), strict=True)
+        written = [name for (name, _), before, after in pairs if before != after and before[2] == after[2]]
+        return written + [
+            name
+            for name, one in self._known.items()
+            if name in now and now[name] is not one and type(now[name]) is type(one) and name not in written
+        ]
+
+    def _marks_now(self) -> list[tuple[int, str, torch.Size]]:
+        """Version, a digest of some elements, and shape of each. Waits once for each device."""
+        known = list(self._known.values())
+        return [(version_of(one), some, one.shape) for one, some in zip(known, digests_of_some(known), strict=True)]
 
 
 class _Buffers:

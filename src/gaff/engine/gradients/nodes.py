@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gaff.compat import autograd
 from gaff.compat.compiler import uncompiled
 
 Gradients = Sequence["Tensor | None"]
@@ -62,8 +63,9 @@ class NodeWatch:
         """
         waiting: list[Seen] = []
         for tensor in tensors:
-            if tensor.requires_grad and tensor.grad_fn is not None and tensor.grad_fn not in self._seen:
-                waiting.append(self._add(tensor.grad_fn, owner))
+            maker = autograd.maker_of(tensor) if autograd.takes_gradient(tensor) else None
+            if maker is not None and maker not in self._seen:
+                waiting.append(self._add(maker, owner))
         while waiting:
             seen = waiting.pop()
             for onward, position in seen.node.next_functions:
@@ -75,7 +77,8 @@ class NodeWatch:
 
     def find(self, tensor: Tensor) -> Seen | None:
         """The node that made ``tensor``, if it is watched."""
-        return self._seen.get(tensor.grad_fn) if tensor.grad_fn is not None else None
+        maker = autograd.maker_of(tensor)
+        return self._seen.get(maker) if maker is not None else None
 
     def owners_behind(self, tensor: Tensor, passing: Iterable[str]) -> Iterator[tuple[Any, tuple[Node, int]]]:
         """Whose outputs went into what made ``tensor``: for each the owner, and the node with the number of its output.

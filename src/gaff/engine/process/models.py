@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -73,8 +74,11 @@ class RootWatch:
         self._calls.__exit__(*exc)
 
     def _around(self, module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Remember a module and all inside it, then tell of it; what ``found`` raises passes through to the caller."""
-        if id(module) not in self._known:
+        """Remember a module and all inside it, then tell of it; what ``found`` raises passes through to the caller.
+
+        A call that gives lazy parameters their shapes only passes: the module is found by the next one.
+        """
+        if id(module) not in self._known and not any(map(is_lazy, module.parameters())):
             self._held.append(module)
             self._known.update(id(inner) for inner in module.modules())
             self._found(module)

@@ -20,6 +20,7 @@ from gaff.address.grammar import Address, Site, fits_op, parse
 from gaff.address.nested import map_tensors
 from gaff.address.resolve import join
 from gaff.compat import distributed
+from gaff.compat.autograd import maker_of
 from gaff.engine.gradients.nodes import NodeWatch
 from gaff.engine.ops.calls import OpCall
 from gaff.errors import PlanError, SiteError
@@ -68,7 +69,7 @@ class Now:
         step. Waits for the device.
         """
         made = self._held(tensor) or self._handed_on(tensor, trail.nodes) or trail.made_of(tensor, producers)
-        if made is None and (tensor.grad_fn is not None or (self.ops and (self.is_spread or self.inside[-1]))):
+        if made is None and (maker_of(tensor) is not None or (self.ops and (self.is_spread or self.inside[-1]))):
             made = self._made_here(tensor, site)
         return made or before(tensor, site, is_meant=is_mask(tensor))
 
@@ -93,7 +94,7 @@ class Now:
         """
         found = (ran.bad.get(which) for ran, which in nodes.owners_behind(tensor, distributed.CONVERSIONS))
         made = next((one for one in found if one is not None), None)
-        if made is None and self.is_spread and tensor.grad_fn is None:
+        if made is None and self.is_spread and maker_of(tensor) is None:
             made = self.latest  # what came between is moving between processes
         if made is None or not made.is_meant:
             return made
@@ -106,7 +107,8 @@ class Now:
         The name of the autograd node tells which Function; without one, and with other processes in the model, it is
         theirs. What a module is given was made in the forward of the module around it.
         """
-        name = tensor.grad_fn.name().rpartition("::")[2] if tensor.grad_fn is not None else ""
+        maker = maker_of(tensor)
+        name = maker.name().rpartition("::")[2] if maker is not None else ""
         name = name.rstrip("0123456789").removesuffix("Backward")
         hidden = "of a custom autograd Function or of somebody's hook, under vmap, in TorchScript, on another thread"
         cause = f"it came from {name}, in an op that nothing shows: {hidden}"

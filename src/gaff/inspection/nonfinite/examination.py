@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gaff.address.grammar import Site
 from gaff.address.nested import Arguments, iter_tensors, shape_text
 from gaff.address.resolve import called_modules, need_module, resolve
+from gaff.compat.autograd import maker_of
 from gaff.engine.ops.calls import OpCall
 from gaff.engine.process.optimizer import StepWatch
 from gaff.engine.raised import tell_where
@@ -225,8 +226,8 @@ class Examination:
             for tensor in tensors:
                 made = self._look(tensor, Site(path))
                 if made is not None:
-                    made.passed[path] = None
-                    ran.bad[tensor.grad_fn, tensor.output_nr] = made
+                    made.passed[path], maker = None, maker_of(tensor)
+                    ran.bad[maker, tensor.output_nr] = made
             self._trail.nodes.follow(tensors, ran)
             self._producers.note_all(output, Site(path))
             if path == "model":
@@ -267,8 +268,8 @@ class Examination:
                 made = judge(begun, tensor, self._producers, self._now.ops - 1, self._allow)
                 made.before = tuple(self._before) if made.before is None else made.before
             ran.made = ran.made or made
-            if made is not None and tensor.grad_fn is not None:
-                ran.bad[tensor.grad_fn, tensor.output_nr] = made
+            if made is not None and (maker := maker_of(tensor)) is not None:
+                ran.bad[maker, tensor.output_nr] = made
             self._marks.put(tensor, made)
         shapes = ", ".join(shape_text(tensor) for tensor in tensors[:2])
         self._before.append(f"{shown(str(call.site))} -> {shapes}" if shapes else shown(str(call.site)))

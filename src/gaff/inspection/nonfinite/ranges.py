@@ -10,6 +10,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from gaff.address.nested import shape_text
 from gaff.compat import distributed, elements, modes
@@ -22,7 +23,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def can_hold(tensor: Tensor) -> bool:
     """Whether a tensor could hold a NaN or inf that can be read: a floating one, dense or sparse, with memory."""
     is_real = tensor.is_floating_point() or tensor.is_complex()
-    return is_real and not tensor.is_quantized and elements.is_readable(tensor) and _has_any(tensor)
+    is_dense = is_real and not tensor.is_quantized and not is_lazy(tensor)
+    return is_dense and elements.is_readable(tensor) and _has_any(tensor)
 
 
 def numbers_of(tensor: Tensor) -> Tensor | None:
