@@ -1,5 +1,6 @@
 """Clipping beside torch's own, on kind and on hostile gradients; skipped steps; every shape of training loop."""
 
+import contextlib
 import copy
 import math
 
@@ -911,3 +912,41 @@ def test_limits_may_be_numbers_of_numpy():
         (100 * model(torch.ones(2, 3)).sum()).backward()
         optimizer.step()
     assert model.weight.grad.norm() <= 0.5
+
+
+@pytest.mark.parametrize(
+    "options", [{"value": 1e38}, {"norm": 1e38, "per": "tensor"}, {"value": 1e38, "nonfinite": "zero"}]
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_in_backward_is_left_to_the_scaler(options, fused):
+    def trained(**limits):
+        torch.manual_seed(0)
+        model, x = nn.Linear(4, 2), torch.randn(3, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+        with gaff.clip_gradients(optimizer, when="backward", **limits) if limits else contextlib.nullcontext():
+            for _ in range(6):
+                optimizer.zero_grad()
+                scaler.scale(model(x).square().mean() * 8).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return scaler.get_scale(), model.weight
+
+    scale, weight = trained(**options)
+    bare_scale, bare = trained()
+    assert scale == bare_scale < 2.0**127
+    assert torch.equal(weight, bare)
+
+
+def test_what_no_scaler_skips_is_dealt_with_at_the_step():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    with gaff.clip_gradients(optimizer, value=1.0, when="backward"):
+        scaler.scale(model(torch.full((3, 4), math.inf)).mean()).backward()
+        with pytest.raises(
+            gaff.NonFiniteError, match="nothing was stepped: expected finite ones, or nonfinite='zero'$"
+        ):
+            optimizer.step()
+    assert model.weight.isfinite().all()
+    assert not hasattr(torch.amp.GradScaler.scale, "__wrapped__")

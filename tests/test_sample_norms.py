@@ -98,7 +98,9 @@ def test_norms_are_those_of_a_loop_over_the_examples(build, reduction):
 def test_patterns_limit_what_is_followed():
     model = nn.Sequential(nn.Linear(4, 4), nn.GRU(4, 3, batch_first=True))
     x = torch.randn(5, 2, 4)
-    with pytest.raises(gaff.PlanError, match=r"1 \(GRU\): no rule for its parameters, or for an option of it: expected Linear"):
+    with pytest.raises(
+        gaff.PlanError, match=r"1 \(GRU\): no rule for its parameters, or for an option of it: expected Linear"
+    ):
         gaff.sample_norms(model)
     with gaff.sample_norms(model, "**<Linear>") as norms:
         model(x)[0].pow(2).mean().backward()

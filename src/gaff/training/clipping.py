@@ -87,8 +87,8 @@ class Clipping:
             opening.callback(self._guard.close)
             self._guard.open()
             if backward is not None:
-                opening.callback(backward.hooks.close)
-                backward.follow()
+                opening.callback(backward.close)
+                backward.open(self._guard.is_overflow_of_scaler)
             opening.callback(self._views.watch.close)
             self._views.watch.open()
             self._handles = opening.pop_all()

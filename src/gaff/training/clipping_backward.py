@@ -1,15 +1,20 @@
 """Limits on each gradient as backward brings it, where ``gaff.clip_gradients`` is given ``when="backward"``.
 
 What comes is still scaled and one contribution of perhaps several: limits that need all gradients are refused before.
+In a program with a GradScaler what is not finite passes as it is, for the scaler to see, until the step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gaff.compat import autograd, distributed, elements, foreach
 from gaff.engine.process.optimizer import BackwardGuard
+from gaff.engine.process.training_loop import Outer, Told
 from gaff.errors import PlanError
 from gaff.training.clipping_audit import Audit
 from gaff.training.clipping_limits import Limits
@@ -17,16 +22,34 @@ from gaff.training.clipping_parameters import TINY, LimitedParameters, any_each
 
 
 class BackwardClipping:
-    """Changes gradients by ``hooks`` on their tensors, from ``follow`` until these are closed.
+    """Changes gradients by ``hooks`` on their tensors, from ``open`` to ``close``.
 
     ``audit`` is told which were changed.
     """
 
     def __init__(self, parameters: LimitedParameters, limits: Limits, audit: Audit) -> None:
         self.hooks = BackwardGuard(self._change)
+        self._outer = Outer(Told(_nothing, _nothing, _nothing, _nothing, self._note_scaled, _nothing))
+        self._is_scaled = False
+        self._is_overflow: Callable[[], bool] = bool
+        self._passed: set[int] = set()  # numbers of parameters whose gradient was not finite, and was left so
         self._parameters = parameters
         self._limits = limits
         self._audit = audit
+
+    def open(self, is_overflow: Callable[[], bool]) -> None:
+        """Begin to change gradients.
+
+        ``is_overflow``: asked at a step, whether a GradScaler will have it skipped for gradients that are not finite.
+        """
+        self._is_overflow = is_overflow
+        self._outer.open()
+        self.follow()
+
+    def close(self) -> None:
+        """Leave gradients as autograd brings them."""
+        self.hooks.close()
+        self._outer.close()
 
     def follow(self) -> list[Tensor]:
         """Follow the optimizer's parameters; those are returned that were not followed yet."""
@@ -34,15 +57,28 @@ class BackwardClipping:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Count a step, which is not to be skipped, and follow parameters that are new.
+        """Count a step, follow parameters that are new, and tell whether the step is to be skipped, as a scaler would.
 
-        What a backward pass has brought these already nobody saw come: it is limited here, as it stands.
+        What a backward pass has brought these already nobody saw come: it is limited here, as it stands. What was left
+        as it came, and no scaler has skipped, is dealt with as ``nonfinite`` says.
         """
         for parameter in self.follow():
             if parameter.grad is not None:
                 parameter.grad = self._change(parameter, parameter.grad)
-        self._audit.add(None)
-        return False
+        numbers = [number for number in sorted(self._passed) if self._parameters.all[number].grad is not None]
+        self._passed.clear()
+        is_skipped = bool(numbers) and self._is_overflow()
+        if numbers and not is_skipped:
+            gradients = [one for number in numbers if (one := self._parameters.all[number].grad) is not None]
+            self._parameters.nonfinite(gradients, numbers)
+            for gradient in gradients:
+                local = distributed.local_of(gradient)
+                local.masked_fill_(~local.isfinite(), 0)
+        self._audit.add(None, skipped=is_skipped)
+        return is_skipped
+
+    def _note_scaled(self, loss: Any, scaled: Any, scaler: Any) -> None:
+        self._is_scaled = True
 
     def _change(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """The gradient to go on with, of one that has just come; called inside backward, and waits for the device.
@@ -63,6 +99,9 @@ class BackwardClipping:
         gradient = distributed.settled(gradient)
         local, norm = distributed.local_of(gradient), self._norm(gradient)
         if not bool(norm.isfinite()):
+            if self._is_scaled and not bool(local.isfinite().all()):
+                self._passed.add(number)
+                return gradient
             if self._parameters.nonfinite([gradient], [number]):
                 local = torch.where(local.isfinite(), local, 0)
             norm = self._norm(_with(gradient, local), elements.wide_type(gradient))
@@ -81,6 +120,10 @@ class BackwardClipping:
             return foreach.norms_of([gradient], self._limits.norm_type)[1]
         norm: Tensor = torch.linalg.vector_norm(gradient, self._limits.norm_type, dtype=wide)
         return norm
+
+
+def _nothing(*told: Any) -> None:
+    """What is done about the rest of a training loop."""
 
 
 def _with(gradient: Tensor, local: Tensor) -> Tensor:

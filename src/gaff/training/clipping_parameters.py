@@ -102,10 +102,8 @@ class LimitedParameters:
         bad = tuple(self.names[number] for number, one in zip(numbers, found, strict=True) if bool(one))
         if bad and self._limits.nonfinite == "raise":
             names = ", ".join(bad[:8]) + (" ..." if len(bad) > 8 else "")
-            raise NonFiniteError(
-                f"{names}: the gradient is NaN or inf; {self.stepped}: expected finite ones, or nonfinite='skip' or "
-                "'zero'"
-            )
+            others = "or nonfinite='skip' or 'zero'" if self._limits.when == "step" else "or nonfinite='zero'"
+            raise NonFiniteError(f"{names}: the gradient is NaN or inf; {self.stepped}: expected finite ones, {others}")
         return bad
 
     def clip_units(self, number: int, gradient: Tensor) -> Tensor:
