@@ -21,6 +21,7 @@ _LEARNING = 5  # looks until that is known
 _PATIENCE = 5.0  # times the cost of a look that pass before the next one, while it is not, for each look until then
 _WANTED = 3  # steps that are looked at where something happens
 _WARM_S = 5.0  # of a run, in which looks are dense: what comes after tells what watching costs in the long run
+_SCATTER = 2_654_435_761  # Knuth's multiplicative hashing: 2**32 over the golden ratio
 _OUTLIER = 4.0  # times what a look costs: more is an accident, such as another process, and held against no later look
 
 
@@ -35,8 +36,8 @@ class _Limits(NamedTuple):
 class Pace:
     """Decides whether to look at a step, and adds up what watching costs.
 
-    ``every``: a fixed distance; None adapts it to ``budget``. Distances are 1, 2, 5, 10, 20, 50 ... steps, so that all
-    processes of a run look at the same ones. A run may first spend ``allowance_s`` seconds on looks, so that short ones
+    ``every``: a fixed distance; None adapts it to ``budget``. Distances are then 1, 2, 5, 10, 20, 50 ... steps from one
+    to the next on average (``_is_chosen``), so that all processes of a run look at the same ones. A run may first spend ``allowance_s`` seconds on looks, so that short ones
     are seen at all. After that ``budget`` of the time that passes is shared: what is done at every step, looked at or
     not, comes first, and looks get the rest, at least half of it.
 
@@ -90,7 +91,7 @@ class Pace:
         if self._wanted:
             self._wanted -= 1
             return True
-        if step % 10 and self._latest >= 10:  # a multiple of ten then
+        if self._latest >= 10 and not _is_chosen(step, 10):  # nor by any larger distance
             return False
         distance = self._latest = self.distance
         charged = self._charged_s
@@ -100,10 +101,10 @@ class Pace:
             distance = self._latest = min(distance, growth)
         elif len(self._costs) < _LEARNING:
             patience_s = _PATIENCE * len(self._costs) * self._costs[-1] if self._costs else 0.0
-            return self._waited_s >= patience_s and step % growth == 0
+            return self._waited_s >= patience_s and _is_chosen(step, growth)
         elif charged > self._limits.allowance_s + self._share * self.total_s:
             return step in _SERIES and self._is_cheap()  # a costly beginning is paid back
-        return step % distance == 0 or (step in _SERIES and self._is_cheap())
+        return _is_chosen(step, distance) or (step in _SERIES and self._is_cheap())
 
     def want(self) -> None:
         """Something happens just now: look at the next three steps, whatever their number.
@@ -191,6 +192,18 @@ class Pace:
         self.spent_s += cost_s
         if not self._warm[1] and self.total_s > _WARM_S:
             self._warm = self.spent_s, self.total_s
+
+
+def _is_chosen(step: int, distance: int) -> bool:
+    """Whether a step is looked at with a distance of ``_SERIES``: one of the first few after each multiple of it.
+
+    Which of them is as good as random, and the same for all distances from 5 on. Multiples themselves would always meet
+    the same one of two models, heads or losses that take turns, and never the other.
+    """
+    few = min(distance, 2 if distance < 5 else 5)
+    start = step - step % few
+    mixed = start * _SCATTER % 2**32
+    return start % distance == 0 and step - start == ((mixed ^ mixed >> 15) * _SCATTER % 2**32 >> 8) % few
 
 
 def _smoothed(known: float, new: float) -> float:
