@@ -1375,3 +1375,43 @@ def test_a_loss_that_has_fallen_and_is_above_guessing_is_not_called_healthy(tmp_
     _, record = told(tmp_path, train)
     assert record.verdict.state == "suspicious"
     assert record.verdict.name == "worse_than_guessing"
+
+
+def test_an_optimizer_that_was_given_the_parameters_of_another_model(tmp_path):
+    def train():
+        torch.manual_seed(0)
+        makes, judges = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        makes_step, judges_step = (torch.optim.Adam(makes.parameters(), 1e-3) for _ in range(2))
+        ones, zeros = torch.ones(16, 1), torch.zeros(16, 1)
+        lossy = F.binary_cross_entropy_with_logits
+        for _ in range(40):
+            made = makes(torch.randn(16, 4))
+            judges_step.zero_grad()
+            judges.zero_grad()
+            (lossy(judges(torch.randn(16, 8)), ones) + lossy(judges(made.detach()), zeros)).backward()
+            judges_step.step()
+            makes_step.zero_grad()
+            lossy(judges(made), ones).backward()
+            makes_step.step()
+
+    found, record = told(tmp_path, train)
+    assert "never_trained" not in found
+    assert "'makes' is in two optimizers" in found["not_owned"].message
+    assert min(record.series("makes.weight:param", "update_ratio").values[2:]) > 0
+
+
+@pytest.mark.parametrize("every", [10, None])
+def test_heads_that_take_turns_in_the_rhythm_of_the_looks(tmp_path, every):
+    torch.manual_seed(0)
+    body, heads = nn.Linear(8, 16), nn.ModuleList([nn.Linear(16, 3), nn.Linear(16, 3)])
+    model = nn.ModuleDict({"body": body, "heads": heads})
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=every):
+        for number, (x, y) in enumerate(batches(120)):
+            optimizer.zero_grad()
+            F.cross_entropy(heads[number % 2](body(x)), y).backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert "no_gradient" not in {one.rule for one in record.findings}
+    if every is None:
+        assert {step % 2 for step in record.looks[-12:]} == {0, 1}

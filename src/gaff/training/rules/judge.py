@@ -75,6 +75,7 @@ class Judge:
         self._told: set[tuple[str, str]] = set()
         self._looks = {"train": 0, "eval": 0}
         self._standing: Counter[tuple[str, str]] = Counter()  # looks since which a finding has stood
+        self._ends: dict[Key, tuple[float, float]] = {}  # of parameters the smallest and largest element at first
         self._order: dict[Key, int] = {}  # in which places were first seen
         self.broken: dict[str, str] = {}  # rules that raised, with what; they are asked no more
         self._is_nonfinite = False
@@ -247,8 +248,12 @@ class Judge:
             self.past.forbidden[key] = row.negative_inf
 
     def _remember_setup(self, sample: Sample) -> None:
-        """Take in which models got gradients at a step, and which targets stood alone in a batch."""
+        """Take in which models got gradients, which weights have moved, and which targets stood alone in a batch."""
         past = self.past
+        for key in sample.parameters.keys() & sample.rows.keys():
+            ends = sample.rows[key].min, sample.rows[key].max
+            if self._ends.setdefault(key, ends) != ends:
+                past.moved.add(key)
         tokens = sample.facts.get("tokens", {})
         past.has_leaked |= not sample.step and bool(tokens.get("leaks") or tokens.get("leaks_row"))
         for one in sample.facts.get("targets", ()):

@@ -99,6 +99,7 @@ class Past:
     weights: dict[str, float] = field(default_factory=dict)  # of losses at the first look, where they are below one
     targets: set[float] = field(default_factory=set)  # of batches whose targets were all alike; inf: of one that mixed
     trained: set[str] = field(default_factory=set)  # models of which a parameter had a gradient at its step
+    moved: set[Key] = field(default_factory=set)  # parameters whose smallest or largest element has been another
     has_leaked: bool = False  # at the first step outputs of a sequence have told of later tokens
     forbidden: dict[Key, int] = field(default_factory=dict)  # how many -inf a parameter held when it was first seen
 

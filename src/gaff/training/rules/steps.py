@@ -112,9 +112,10 @@ def not_owned(sample: Sample, past: Past) -> Iterator[Hit]:
     for key, one in sample.parameters.items():
         if one.optimizer is None and one.requires_grad and one.has_grad and key[0] in trained:
             yield Hit(key, elements=one.elements)
+    twice = "".join(f"; {one!r} is in two optimizers" for one in sample.facts.get("twice", ()))
     for model, count in sample.facts.get("untrained", {}).items():
         yield Hit((model, ""), f"{model!r} gets gradients, none of its parameters is in an optimizer, and its weights "
-                  "lie as torch initialises them", parameters=count)  # fmt: skip
+                  f"lie as torch initialises them{twice}", parameters=count)  # fmt: skip
 
 
 @rule(
@@ -151,14 +152,16 @@ def never_trained(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.95,
 )
 def no_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
-    """``.grad`` is None when its optimizer makes a step, which does not change it. In nearly all looks. Certain.
+    """``.grad`` is None when its optimizer makes a step, which does not change it. In nearly all looks, between which
+    it has not changed either, as what is trained in turn has. Certain.
 
     What was not called is left out in a model with a router: ``dead_experts`` tells of experts that are never chosen;
     so are the poolers of encoders of transformers, which few losses use.
     """
     routed = {model for model, _ in sample.loads}
     for key, one in sample.parameters.items():
-        if (not one.was_called and key[0] in routed) or "pooler" in path_of(key[1]).split("."):
+        is_left_out = not one.was_called and key[0] in routed
+        if is_left_out or key in past.moved or "pooler" in path_of(key[1]).split("."):
             continue
         moved = sample.of(key, "update")
         if moved is not None and moved.count and moved.zeros < 1.0:  # a closure has cleared it at its own end

@@ -97,6 +97,10 @@ class Accumulator:
             self._ops(device).observe_many_([tensors[at] for at in places], rows, histogram)
             self._rows.update(zip((keys[at] for at in places), rows.unbind(0), strict=True))
 
+    def __contains__(self, key: Key) -> bool:
+        """Whether anything was counted under ``key``."""
+        return key in self._rows
+
     def add_share(self, name: str, key: Key, value: Tensor, count: int) -> None:
         """Add to a share of ``key`` a sum, and how many numbers there are in it. No synchronisation."""
         known, number = self.shares.get((name, key), (0.0, 0))

@@ -67,7 +67,8 @@ def facts(
     models had: the optimizers' classes, and how many parameters of which model; ``strays``: modules that a model has
     called in its forward without having them as parts: by model, how many, and the class of the first; ``anew``: by
     model the class of one that is made in each forward; ``untrained``: models whose parameters all get gradients, of
-    which no optimizer owns one, and whose weights lie as torch makes them, with how many parameters they have. Models
+    which no optimizer owns one, and whose weights lie as torch makes them, with how many parameters they have;
+    ``twice``: beside these, the models that several optimizers hold. Models
     in evaluation mode are left out of the first and the last, and parameters that somebody writes to of all: they are
     stepped by hand, or copies of what an optimizer owns, as those of half precision are.
 
@@ -87,6 +88,9 @@ def facts(
         fresh = {model: len(held) for model, held in unowned.items() if _is_untrained(models.named(model), held)}
         if fresh:
             told["untrained"] = fresh
+            held = [owned_by([optimizer]) for optimizer in optimizers]
+            twice = [one.name for one in models.all if sum(one.parameters.keys() <= some for some in held) > 1]
+            told["twice"] = twice
     for one in strays.values():
         module = one.module()
         if module is not None and _is_stray(module, models, owned):

@@ -37,9 +37,9 @@ class Pace:
     """Decides whether to look at a step, and adds up what watching costs.
 
     ``every``: a fixed distance; None adapts it to ``budget``. Distances are then 1, 2, 5, 10, 20, 50 ... steps from one
-    to the next on average (``_is_chosen``), so that all processes of a run look at the same ones. A run may first spend ``allowance_s`` seconds on looks, so that short ones
-    are seen at all. After that ``budget`` of the time that passes is shared: what is done at every step, looked at or
-    not, comes first, and looks get the rest, at least half of it.
+    to the next on average (``_is_chosen``), so that all processes of a run look at the same ones. A run may first spend
+    ``allowance_s`` seconds on looks, so that short ones are seen at all. After that ``budget`` of the time that passes
+    is shared: what is done at every step, looked at or not, comes first, and looks get the rest, at least half of it.
 
     Times are measured by the caller; nothing here reads a clock. ``startup_s``: seconds until the first step was over
     that are no later step's, such as those of making the record and of the first look. It makes everything ready, and

@@ -24,7 +24,7 @@ from gaff.record.sample import Key, Parameter, address_of
 from gaff.training.watch.models import Models
 from gaff.training.watch.ownership import owned_by
 from gaff.training.watch.recorder import bytes_of
-from gaff.training.watch.updates import Update
+from gaff.training.watch.updates import Owned, Update
 
 OVER_CLASSES = ("cross_entropy", "nll_loss")
 ERRORS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
@@ -279,21 +279,20 @@ def parameters(
     """
     found: dict[Key, dict[str, Any]] = {}
     numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
-    for update in updates:
-        for key, one in update.keys.items():
-            found[key] = {
-                **_plain(one.parameter),
-                "optimizer": numbers.get(id(update.optimizer)),
-                "lr": float(one.group.get("lr", 0.0)),
-                "decay": float(one.group.get("weight_decay", 0.0) or 0.0),
-                "is_decoupled": isinstance(update.optimizer, torch.optim.AdamW)
-                or bool(one.group.get("decoupled_weight_decay")),
-                "was_cleared": update.was_cleared,
-                "adam_rms": one.adam_rms,
-                "momentum": one.momentum,
-                "had_grad": one.had_grad,
-                "step": optimizers.get(update.optimizer, 1) - 1,
-            }
+    for key, (one, update) in _stepped(updates).items():
+        found[key] = {
+            **_plain(one.parameter),
+            "optimizer": numbers.get(id(update.optimizer)),
+            "lr": float(one.group.get("lr", 0.0)),
+            "decay": float(one.group.get("weight_decay", 0.0) or 0.0),
+            "is_decoupled": isinstance(update.optimizer, torch.optim.AdamW)
+            or bool(one.group.get("decoupled_weight_decay")),
+            "was_cleared": update.was_cleared,
+            "adam_rms": one.adam_rms,
+            "momentum": one.momentum,
+            "had_grad": one.had_grad,
+            "step": optimizers.get(update.optimizer, 1) - 1,
+        }
     owned = owned_by(optimizers)
     trained = {key[0] for key in found}
     for model in models.all:
@@ -311,6 +310,16 @@ def parameters(
                 elif id(parameter) not in owned and models.name_of(parameter) == (model.name, join(path, name)):
                     found[key] = {**_plain(parameter), "optimizer": None, "lr": 0.0, "kind": _kind(module, parameter),
                                   "had_grad": id(parameter) in models.newly_fed}  # fmt: skip
+    return found
+
+
+def _stepped(updates: Iterable[Update]) -> dict[Key, tuple[Owned, Update]]:
+    """Each parameter with the step that it was in; of several optimizers that hold it, of one that had its gradient."""
+    found: dict[Key, tuple[Owned, Update]] = {}
+    for update in updates:
+        for key, one in update.keys.items():
+            if one.had_grad or key not in found:
+                found[key] = one, update
     return found
 
 

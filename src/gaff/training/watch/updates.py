@@ -179,10 +179,17 @@ class Update:
                 one.adam_rms = ratio / math.sqrt(max(1, gradient.numel()))
 
     def _observe(self, port: str, pairs: Sequence[tuple[Owned, Tensor | None]]) -> None:
-        """Add tensors to new rows under the address of ``port``, in one call for each device; None is left out."""
-        known = [(one, value) for one, value in pairs if value is not None]
-        keys = [(one.model, address_of(one.path, port)) for one, _ in known]
-        self._bank.observe_many(keys, [value for _, value in known if value is not None])
+        """Add tensors to new rows under the address of ``port``, in one call for each device; None is left out.
+
+        So is what another optimizer has stepped in this window, where this one has no gradient of it.
+        """
+        known = {
+            key: value
+            for one, value in pairs
+            if value is not None
+            and ((key := (one.model, address_of(one.path, port))) not in self._bank or one.had_grad or self.has_closure)
+        }
+        self._bank.observe_many(list(known), list(known.values()))
 
 
 class Clearing:
