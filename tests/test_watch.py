@@ -434,6 +434,25 @@ def test_steps_that_a_scaler_skips_are_no_steps(tmp_path):
     assert not watch.findings
 
 
+@pytest.mark.parametrize("every", [1, 100])
+def test_the_loss_of_a_step_that_a_scaler_skips_is_of_no_step(tmp_path, every):
+    model = Small()
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    losses = []
+    with gaff.watch(model, out=tmp_path / "run", every=every):
+        for number in range(8):
+            optimizer.zero_grad()
+            loss = model(torch.randn(5, 6)).square().mean() * (1e38 if number == 4 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+    record = gaff.load(tmp_path / "run")
+    assert record.scalar("loss").values == pytest.approx(losses[:4] + losses[5:])
+    assert record.scalar("samples").values == [5.0] * 7
+
+
 def test_evaluation_is_kept_apart(tmp_path):
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
     optimizer = sgd(model)
@@ -1163,3 +1182,13 @@ def test_the_gradient_of_the_loss_is_not_mixed_with_those_that_the_forward_compu
     told = record.series("first:grad_output", "rms").values
     assert list(told) == pytest.approx(model.came[1::2], rel=1e-5)
     assert any("a pass that the forward itself runs" in note for note in record.notes)
+
+
+def test_a_sparse_gradient_is_summed_where_a_row_came_several_times(tmp_path):
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+    optimizer = sgd(model)
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        model(torch.tensor([1, 1, 1, 2])).square().mean().backward()
+        gradient = model[0].weight.grad.coalesce().values()
+        optimizer.step()
+    check(gaff.load(tmp_path / "run"), "0.weight:grad", gradient)

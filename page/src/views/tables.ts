@@ -97,7 +97,7 @@ export const origin: View = {
 };
 
 const OTHERS: Record<string, string> = {
-  skipped: "steps that a GradScaler has left out", samples: "samples in a step", update_ratio: "update ratio: what a step changes, over the parameter", adam_rms: "adam rms: root of the mean of g²/v", momentum: "rms of the first moment",
+  skipped: "steps that a GradScaler has left out", samples: "samples in a step", update_ratio: "update ratio: what a step changes, over the parameter", adam_rms: "adam rms: root of the mean of g²/v", momentum: "norm of the first moment",
 };
 
 export const optimizer: View = {

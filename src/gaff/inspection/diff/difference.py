@@ -64,6 +64,8 @@ class DiffRow:
             if size > 100:
                 return f"{size:.3g} of the logarithm"
             return f"{math.exp(size):.3g}x" if size > 0.005 else f"(1 + {size:.1g})x" if size else "1x"
+        if self.number == "zeros":  # a share of the elements, compared as it is
+            return f"{100 * size:.3g} % of the elements"
         return f"{100 * size:.3g} % of the rms"
 
 

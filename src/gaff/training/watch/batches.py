@@ -96,7 +96,8 @@ class StepBatches:
         return samples
 
     def clear(self) -> None:
-        """The step is over: let go of its batches."""
+        """The step is over: let go of its batches, and of how many samples were in them."""
+        self.samples = 0
         self.kept.clear()
         self._bytes.clear()
         self._counted.clear()

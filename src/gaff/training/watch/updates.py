@@ -98,7 +98,7 @@ class Update:
         """Add the gradients as the step is given them: accumulated over backward passes, reduced over processes.
 
         Where a GradScaler leaves unscaling to a fused optimizer, which reads ``grad_scale`` itself, that is done here
-        on a copy.
+        on a copy. What a sparse one stores of the same row several times is summed, as optimizers do, in a copy.
         """
         scale = getattr(self.optimizer, "grad_scale", None)
         pairs = []
@@ -107,7 +107,7 @@ class Update:
             gradient = one.parameter.grad
             one.had_grad = gradient is not None
             if gradient is not None:
-                value = readable(gradient)
+                value = readable(gradient.coalesce() if gradient.is_sparse else gradient)
                 if value is not None and scale is not None:
                     value = value / scale.to(value.device)
                 pairs.append((one, value))

@@ -224,8 +224,7 @@ class Watcher:
         if self._steps.has_stepped(optimizer):
             self._complete()
         self._enter(LoopEvent.CLOSURE_BEGINS if has_closure else LoopEvent.STEP_BEGINS)
-        sampled = self._looks.sampled
-        is_scaled = self._losses.factor_on(optimizer) is not None
+        sampled, is_scaled = self._looks.sampled, self._losses.factor_on(optimizer) is not None
         self._steps.begins(optimizer, sampled, has_closure=has_closure, is_scaled=is_scaled)
         bad = None if sampled is None or has_closure else sampled.nonfinite_gradient()
         if bad is not None:
@@ -234,9 +233,8 @@ class Watcher:
     def _step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped; the leading one ends the step of the run, at once where there is no other."""
         if self._steps.optimizers.has(optimizer) and self._steps.ends(optimizer, self._looks.sampled):
-            self._losses.lr = rate_of(optimizer)
-            seconds = perf_counter() - self._steps.at.began
-            self._flight.ended(self.step, seconds, self._losses.numbers(), self._batches.samples)
+            self._losses.lr, began = rate_of(optimizer), self._steps.at.began
+            self._flight.ended(self.step, perf_counter() - began, self._losses.numbers(), self._batches.samples)
             if self._steps.is_alone():
                 self._complete()
 
@@ -250,6 +248,9 @@ class Watcher:
         if self._steps.in_a_row == _STUCK:
             self.reporter.add(incidents.of_stuck_scaler(self.step, self._losses.scale, _STUCK), self.step)
             self._origin.find("a gradient", self.step, self._looks.sampled, steep=self._losses.steep)
+        if self._steps.is_alone():  # else another optimizer may go on with what was seen
+            self._losses.forget()
+            self._calls.passing.take_samples()
         self._batches.clear()
         if self._looks.sampled is not None:
             self._looks.drop()
@@ -279,8 +280,8 @@ class Watcher:
         samples, numbers = self._batches.take_samples() + self._calls.passing.take_samples(), self._losses.numbers()
         if samples and not seconds:  # the run has ended in the middle of a step
             self._flight.ended(self.step, seconds, numbers, samples)
-        alone = self._alone.take(self._steps.at.began)
-        self.reporter.pulse(self.step, seconds, numbers, self._steps.skipped, samples, alone)
+        self.reporter.pulse(self.step, seconds, numbers, self._steps.skipped, samples,
+                            self._alone.take(self._steps.at.began))  # fmt: skip
         self._losses.forget()
 
     # looks
@@ -296,8 +297,7 @@ class Watcher:
         if sampled is not None:
             sampled.facts.update(self._losses.facts, runs=sampled.runs.all, backwards=self._losses.in_step,
                                  scale=self._losses.scale, **steps.facts(self.step, sampled.runs.strays))  # fmt: skip
-            known = steps.parameters(sampled.modules_called)
-            self.reporter.look(sampled, known, self._losses.values())
+            self.reporter.look(sampled, steps.parameters(sampled.modules_called), self._losses.values())
         return sampled
 
 
