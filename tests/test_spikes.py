@@ -9,6 +9,7 @@ from gaff.record.curve import Curve
 from gaff.record.finding import Finding
 from gaff.record.run_case import RunCase, SingleSteps
 from gaff.record.verdict import judge
+from gaff.training.rules.judge import Judge
 from gaff.training.watch.losses import Losses
 
 BAD = 60  # the step whose batch is wrong
@@ -83,3 +84,32 @@ def test_a_loss_with_a_heavy_tail_has_no_spike_within_twice_its_largest(value, i
         weight = torch.tensor(number, requires_grad=True)
         spikes.append(losses.note(weight * 1).spike)
     assert (spikes[99] is not None) == is_spike
+
+
+@pytest.mark.parametrize(("scale", "state"), [(1e3, "wrong"), (1.0, "healthy")])
+def test_one_example_that_is_far_too_large_is_named_and_not_the_learning_rate(tmp_path, scale, state):
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    y = x.sum(1, keepdim=True).tanh()
+    x[37] *= scale
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for step in range(60):
+            rows = torch.arange(step * 8, step * 8 + 8) % 64
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    verdict = gaff.load(tmp_path / "run").verdict
+    assert verdict.state == state
+    if scale > 1:
+        assert verdict.name == "odd_examples"
+        assert "the loss jumps at the batch of step 4: its inputs at [5] are" in verdict.cause
+
+
+def test_spikes_that_follow_one_another_are_told_by_the_first():
+    kept = Judge([])
+    for step in (102, 103, 110, 140):
+        kept.add(Finding(rule="loss_spike", site="", model="", since=step, severity="warning", message=f"{step}",
+                          cause="", remedy="", last=step))  # fmt: skip
+        assert [(one.since, one.last) for one in kept.findings] == [(140, 140) if step == 140 else (102, step)]

@@ -9,7 +9,33 @@ from gaff.record.finding import Finding, evidence_of, told_of
 from gaff.record.run_case import RunCase
 
 _LEAST_NORMS = 20  # before a norm of gradients can be called unusual
+_ODD = 20.0  # times as large as the median example of its batch
+_AROUND = 5  # steps by which a rise may be dated before the jump that began it, since it is told of stretches
 _LEAST_AFTER = 5  # losses from a jump on, before it can be called one that stays
+
+
+@cause
+def odd_examples(case: RunCase) -> Claim | None:
+    """A loss that jumps at a batch with examples twenty times as large as the median one, before all that went wrong.
+
+    Likely where something breaks afterwards, which comes from the step that these examples have made; else possible.
+    """
+    finding = case.found("loss_spike")
+    times = finding.evidence.get("times_larger") if finding is not None else None
+    if finding is None or not isinstance(times, float) or not times >= _ODD:
+        return None
+    at, broken, rise = finding.since, case.found("nonfinite", "diverging"), case.rise
+    began = [*([rise[1]] if rise is not None else []), *([broken.since] if broken is not None else [])]
+    if began and min(began) < at - _AROUND:
+        return None
+    text = f"the loss jumps at the batch of step {at}: its inputs at {finding.evidence.get('batch_indices')} are " \
+           f"{times:.3g} times as large (rms) as the median one"  # fmt: skip
+    return Claim("odd_examples", "likely" if began else "possible", text, (evidence_of(finding),), min([at, *began]),
+                 "look at these examples (another unit, a missing value told by a large number, a damaged file): mend "
+                 "them or leave them out; clip gradients, so that no batch moves the weights by so much",
+                 ("loss_spike", "gradient_spike", "data_changes", "learning_rate_too_high", "diverging", "exploding",
+                  "update_large", "nonfinite", "dead_units", "saturated", "output_constant", "no_signal",
+                  "zero_gradient", "input_scale"), ("clip",))  # fmt: skip
 
 
 @cause

@@ -29,6 +29,7 @@ _TOLD = {
 }
 _NORMS = 32
 _MOST_SITES = 40  # of one finding
+_ONE_EVENT = 10  # steps between two spikes of a loss that are one event
 _PATIENCE = 3  # looks that a finding must stand before anybody is alarmed: what explains it may come later
 
 
@@ -109,11 +110,15 @@ class Judge:
     def add(self, finding: Finding) -> None:
         """Take in a finding that no rule has made: the origin of a NaN, a spike of the loss.
 
-        It takes the place of an earlier one of the same rule and site, and of whatever a rule of its name finds. It is
-        certain at once: ``alarm`` need not wait for further looks.
+        It takes the place of an earlier one of the same rule and site, and of whatever a rule of its name finds; but
+        spikes that follow one another closely are told by the first, which the others come from. It is certain at once:
+        ``alarm`` need not wait for further looks.
         """
         self._is_nonfinite |= finding.rule == "nonfinite"
-        self._direct = [one for one in self._direct if (one.rule, one.site) != (finding.rule, finding.site)]
+        known = next((one for one in self._direct if (one.rule, one.site) == (finding.rule, finding.site)), None)
+        if known is not None and finding.rule == "loss_spike" and finding.since - known.last <= _ONE_EVENT:
+            finding = replace(known, last=finding.last)
+        self._direct = [one for one in self._direct if one is not known]
         self._direct.append(finding)
         self._tell()
 
@@ -122,14 +127,16 @@ class Judge:
         """What holds or has held for long; worst first, with those that are over at the end.
 
         Made anew from all tracks each time. What a finding that is not over explains (``hides`` of its rule) is left
-        out, in the same model or, where one of the two is of the run as a whole, in any.
+        out, in the same model or, where one of the two is of the run as a whole, in any; not what names the examples
+        that it began with.
         """
         found = [*self._direct, *self._grouped()]
         direct = {one.rule for one in self._direct}
         found = [one for at, one in enumerate(found) if at < len(self._direct) or one.rule not in direct]
         hidden = {(name, one.model) for one in found if not one.is_over for name in self._hides(one.rule)}
-        kept = [one for one in found if not any((one.rule, model) in hidden for model in ("", one.model))
-                and not (one.model == "" and any(name == one.rule for name, _ in hidden))]  # fmt: skip
+        kept = [one for one in found if "batch_indices" in one.evidence
+                or (not any((one.rule, model) in hidden for model in ("", one.model))
+                and not (one.model == "" and any(name == one.rule for name, _ in hidden)))]  # fmt: skip
         return sorted(kept, key=lambda one: (one.is_over, SEVERITIES.index(one.severity), one.since))
 
     def _hides(self, name: str) -> tuple[str, ...]:

@@ -166,22 +166,25 @@ def of_stuck_scaler(step: int, scale: float | Tensor | None, skipped: int) -> Fi
     )
 
 
-def of_spike(spike: Spike, step: int, batches: Sequence[tuple[Model, Batch]]) -> Finding:
+def of_spike(spike: Spike, step: int, batches: Sequence[tuple[Model, Batch]]) -> list[Finding]:
     """The finding about a loss far above those before it, with a checksum of its batch and the samples that stand out.
 
-    Of ``batches`` the last one counts. Waits for the device of its inputs.
+    Of ``batches`` the last one counts. None for an early spike in whose batch nothing stands out. Waits for the device
+    of its inputs.
     """
     evidence: dict[str, Any] = {"loss": spike.value, "mean_before": spike.mean, "std_before": spike.deviation}
     samples: list[int] = []
     for model, batch in batches[-1:]:
         evidence["model"] = model.name
         evidence["batch_checksum"] = step_facts.fingerprint(batch.args, batch.kwargs)
-        samples = odd_samples(batch.args, batch.kwargs)
+        samples, times = odd_samples(batch.args, batch.kwargs)
         if samples:
-            evidence["batch_indices"] = samples
+            evidence |= {"batch_indices": samples, "times_larger": times}
+    if spike.is_early and not samples:
+        return []
     rows = f"the inputs at {samples} of the batch are far larger (rms) than the others"
     who = rows if samples else "no input of the batch is far larger (rms) than the others"
-    return Finding(
+    found = Finding(
         rule="loss_spike",
         site="",
         model="",
@@ -193,6 +196,7 @@ def of_spike(spike: Spike, step: int, batches: Sequence[tuple[Model, Batch]]) ->
         evidence=evidence,
         last=step,
     )
+    return [found]
 
 
 def _within(path: str, site: str) -> str:
@@ -271,25 +275,27 @@ def _muted() -> Iterator[None]:
             sys.stdout = real
 
 
-def odd_samples(args: Any, kwargs: Any) -> list[int]:
+def odd_samples(args: Any, kwargs: Any) -> tuple[list[int], float]:
     """Positions in the batch, at most eight, of samples whose rms is five times the median or not finite.
 
-    Of the first floating input with more than two samples along its first dimension; empty without one. Waits for the
-    input's device.
+    Also how many times the median the largest finite one is. Of the first floating input with more than two samples
+    along its first dimension; empty without one. Waits for the input's device.
     """
     for _, tensor in iter_tensors((args, kwargs)):
         value = readable(tensor) if tensor.is_floating_point() else None
         if value is not None and value.dim() and value.shape[0] > 2:
             return _odd_rows(value)
-    return []
+    return [], 1.0
 
 
-def _odd_rows(value: Tensor) -> list[int]:
+def _odd_rows(value: Tensor) -> tuple[list[int], float]:
     """Which rows of ``value`` stand out, see ``odd_samples``; the comparison is such that a NaN counts as odd."""
     with torch.no_grad():
         sizes = value.reshape(value.shape[0], -1).float().square().mean(1).sqrt()
-        is_odd = ~(sizes <= _ODD * sizes.nanmedian())
-        return [int(at) for at in is_odd.nonzero()[:_MOST_SAMPLES, 0]]
+        usual = sizes.nanmedian()
+        largest = torch.where(sizes.isfinite(), sizes, 0.0).max()
+        is_odd = ~(sizes <= _ODD * usual)
+        return [int(at) for at in is_odd.nonzero()[:_MOST_SAMPLES, 0]], float(largest / usual.clamp(min=1e-30))
 
 
 def _first_line(report: Report) -> str:

@@ -25,6 +25,7 @@ from gaff.training.watch.variable_names import caller, name_of_loss
 
 _LENGTH = 128  # losses that a spike is compared with, as in OLMo-core's SkipStep
 _LEAST = 32
+_FEW, _FAR = 3, 100  # losses before an early spike, and how many times the largest of them it is
 _DEVIATIONS = 6.0
 _EARLY = 32  # backward passes in which attention by hand is looked for: how it is written stays
 _HIGH = 3.0  # deviations above which a loss has left what it was lately
@@ -38,6 +39,7 @@ class Spike:
     value: float
     mean: float
     deviation: float
+    is_early: bool = False  # too few losses came before to tell what is usual: only an odd batch makes it a spike
 
 
 class Noted(NamedTuple):
@@ -229,7 +231,8 @@ class Losses:
         three times that mean, above half of the first value, and above twice the largest of these values: the
         conditions leave out jumps that are small beside the loss itself. Its logarithm must be five standard deviations
         above those of the last 32, too, which leaves out noise with a heavy tail. With fewer than 32 values none is
-        told, nor where one of the last 32 was not positive.
+        told, nor where one of the last 32 was not positive; but from the fourth on an early one: a hundred times the
+        largest so far.
         """
         past = self._past.setdefault(name, PastLosses(value))
         found, is_above = None, False
@@ -239,6 +242,8 @@ class Losses:
             is_far = value > mean + _DEVIATIONS * deviation and value > 3 * abs(mean)
             if is_far and value > max(0.5 * abs(past.first), 2 * max(past.values)) and not past.is_restless(value):
                 found = Spike(name, value, mean, deviation)
+        elif len(past.values) >= _FEW and value > _FAR * max(map(abs, past.values)):
+            found = Spike(name, value, *past.moments(), is_early=True)
         if is_above and not past.is_above:
             self._rises()
         past.is_above = is_above

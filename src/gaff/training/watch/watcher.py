@@ -211,8 +211,8 @@ class Watcher:
             if sampled is not None:
                 sampled.scale = noted.scale
             if noted.spike is not None and not self._batches.is_rest():
-                spiked = incidents.of_spike(noted.spike, self.step, self._batches.kept)
-                self.reporter.add(self._flight.keep_for(spiked, self._batches.kept), self.step)
+                for spiked in incidents.of_spike(noted.spike, self.step, self._batches.kept):
+                    self.reporter.add(self._flight.keep_for(spiked, self._batches.kept), self.step)
             if noted.is_nonfinite:
                 self._origin.find(f"the loss {noted.name!r}", self.step, sampled, loss=loss)
 
