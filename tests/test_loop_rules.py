@@ -1377,6 +1377,26 @@ def test_a_loss_that_has_fallen_and_is_above_guessing_is_not_called_healthy(tmp_
     assert record.verdict.name == "worse_than_guessing"
 
 
+def test_an_optimizer_for_each_parameter_steps_in_backward(tmp_path):
+    torch.manual_seed(0)
+    model, norms, seen = net(), [], []
+    steps = {one: torch.optim.Adam([one], 1e-2) for one in model.parameters()}
+
+    def act(parameter):
+        seen.append(parameter.grad.norm())
+        steps[parameter].step()
+        steps[parameter].zero_grad()
+
+    for one in model.parameters():
+        one.register_post_accumulate_grad_hook(act)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for x, y in batches(6):
+            cross_entropy(model, x, y).backward()
+            norms.append(torch.stack(seen).norm().item())
+            seen.clear()
+    assert gaff.load(tmp_path / "run").scalar("grad_norm").values == pytest.approx(norms)
+
+
 def test_an_optimizer_that_was_given_the_parameters_of_another_model(tmp_path):
     def train():
         torch.manual_seed(0)
@@ -1415,3 +1435,33 @@ def test_heads_that_take_turns_in_the_rhythm_of_the_looks(tmp_path, every):
     assert "no_gradient" not in {one.rule for one in record.findings}
     if every is None:
         assert {step % 2 for step in record.looks[-12:]} == {0, 1}
+
+
+@pytest.mark.parametrize("scale", [0.6, 0.1])
+def test_a_recurrence_that_grows_before_the_scores_of_classes(tmp_path, scale):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.step, self.inp, self.out = (
+                nn.Parameter(torch.randn(32, 32) * scale),
+                nn.Linear(1, 32),
+                nn.Linear(32, 3),
+            )
+
+        def forward(self, x):
+            h = torch.zeros(len(x), 32)
+            for at in range(x.shape[1]):
+                h = F.relu(self.inp(x[:, at : at + 1]) + h @ self.step)
+            return self.out(h)
+
+    def train():
+        model, drawn = Recurrent(), torch.Generator().manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for _ in range(30):
+            x = torch.randn(16, 48, generator=drawn)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), (x[:, 0] > 0).long() + (x[:, 1] > 1).long()).backward()
+            optimizer.step()
+
+    name = told(tmp_path, train)[1].verdict.name
+    assert (name == "begins_too_large") == (scale == 0.6), name

@@ -110,11 +110,15 @@ class RunCase:
         """Whether the first loss of a regression is a hundred times what guessing gives, and its targets are near zero.
 
         A model that returns zeros would have at most a twenty-fifth of that loss, which is above 25: one that begins
-        with numbers of about one is not too large for targets that are tiny. Not where inputs are far from zero.
+        with numbers of about one is not too large for targets that are tiny. Of classes, whose scores count in the loss
+        as they are, a thousand times. Not where inputs are far from zero.
         """
-        if self.loss is None or self.reach is None or self.is_acting or self.found("input_scale") is not None:
+        if self.loss is None or self.is_acting or self.found("input_scale") is not None:
             return False
-        (name, curve), farthest = self.loss, max(map(abs, self.reach))
+        name, curve = self.loss
+        if self.reach is None:
+            return curve.start > 1000 * self.guess.get(name, math.inf)
+        farthest = max(map(abs, self.reach))
         return curve.start > max(100 * self.guess.get(name, math.inf), 25 * farthest, 25 * farthest**2, 25.0)
 
     @property

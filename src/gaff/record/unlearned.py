@@ -124,14 +124,15 @@ def begins_too_large(case: RunCase) -> Claim | None:
     or one that has not come down to a tenth above guessing in a hundred steps or more.
     """
     harm = case.found("nonfinite", "exploding", "diverging", "update_large", "half_range")
-    if case.loss is None or case.reach is None or not case.is_too_large_at_first:
+    if case.loss is None or not case.is_too_large_at_first:
         return None
-    (name, curve), farthest = case.loss, max(map(abs, case.reach))
+    name, curve = case.loss
+    reach = "" if case.reach is None else f", and no target is above {max(map(abs, case.reach)):.4g} in magnitude"
     is_above = case.steps >= 100 and curve.last > 1.1 * case.guess[name]
     if harm is None and case.jump is None and case.rise is None and not is_above:
         return None
-    told = (f"the first loss is {curve.start:.4g}, where guessing comes to {case.guess[name]:.4g}, and no target is "
-            f"above {farthest:.4g} in magnitude", *(() if harm is None else (evidence_of(harm),)))  # fmt: skip
+    told = (f"the first loss is {curve.start:.4g}, where guessing comes to {case.guess[name]:.4g}{reach}",
+            *(() if harm is None else (evidence_of(harm),)))  # fmt: skip
     return Claim("begins_too_large", "likely", "what the model returns at first is far too large: its initial weights "
                  "make values grow from layer to layer, or from step to step", told, 0,
                  "smaller initial weights, orthogonal ones for a recurrence; normalise between layers; gaff.trace "

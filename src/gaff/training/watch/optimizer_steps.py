@@ -189,7 +189,7 @@ class OptimizerSteps:
 
     def is_alone(self) -> bool:
         """Whether there is one optimizer, as far as is known: its step ends that of the run for certain."""
-        return self.optimizers.known == 1
+        return self.optimizers.is_single
 
     def over(self) -> None:
         """The step of the run is complete, with those of all optimizers: forget what was noted of it."""

@@ -56,6 +56,14 @@ class Optimizers:
         """How many optimizers there are, as far as is known: those given, or those that have made a step, if more."""
         return max(len(self._given), len(self.counts))
 
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one: it was given, or has made a second step, after whose first others could still follow.
+
+        As they do where each parameter has an optimizer of its own.
+        """
+        return self.known == 1 and (len(self._given) == 1 or sum(self.counts.values()) > 1)
+
     def stepped(self, optimizer: Any) -> bool:
         """Count a step of ``optimizer``; whether it ends a step of the run, being the leader's."""
         self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
