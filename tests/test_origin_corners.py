@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gaff
-from gaff.errors import NonFiniteError, SiteError
+from gaff.errors import NonFiniteError, PlanError, SiteError
 from tests.faults import Apply, Function
 
 
@@ -493,3 +493,13 @@ def test_an_optimizer_that_views_complex_parameters_as_real_ones(make):
 def test_a_step_that_gives_lazy_parameters_their_shapes():
     model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2))
     assert not gaff.find_nonfinite(lambda: model(torch.randn(2, 3)).sum().backward())
+
+
+def test_a_generator_is_no_step():
+    model = nn.Linear(2, 2)
+
+    def step():
+        yield model(torch.ones(1, 2))
+
+    with pytest.raises(PlanError, match="nothing of it has run; expected a function"):
+        gaff.find_nonfinite(step, model=model)

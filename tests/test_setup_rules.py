@@ -40,8 +40,9 @@ def regression(loss_of, tmp_path, optimizer=None, model=None, steps=STEPS, data=
     return watched(model, optimizer, step, tmp_path, steps)
 
 
-def test_a_minus_too_many(tmp_path):
-    told = regression(lambda model, x, y: -F.mse_loss(model(x), y), tmp_path)
+@pytest.mark.parametrize("turned", [lambda loss: -loss, lambda loss: 0 - loss, lambda loss: -1.0 * loss])
+def test_a_minus_too_many(tmp_path, turned):
+    told = regression(lambda model, x, y: turned(F.mse_loss(model(x), y)), tmp_path)
     assert (told.state, told.name) == ("wrong", "loss_sign")
     assert "the negative of a mean squared error" in told.cause
 

@@ -8,7 +8,7 @@ reaches a loss, an output or a gradient is told with where it began, not with wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -137,6 +137,8 @@ class Examination:
                 raise
             finally:
                 session.close()
+            if isinstance(output, (Generator, Coroutine)):
+                raise PlanError("step returned a generator or coroutine: nothing of it has run; expected a function")
             self.notes += session.notes
             self._sink(output)
             if (

@@ -84,12 +84,9 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     elif factor not in (1.0, -1.0) and not _is_sum(chain, names):  # a sum that is divided is a mean
         inner = next((one for one in names if one != "MeanBackward" and not _is_view(one)), "")
         found["factor"] = {"loss": name, "by": abs(factor), "weight": 1.0 if inner in _SEVERAL else abs(weight)}
-    is_turned = factor < 0 or names[:1] == ["NegBackward"]
-    if not _is_judged(chain, names):
-        _note_sign(["NegBackward", *names] if factor < 0 else names, name, found)
-    at = names[:1].count("NegBackward") if factor > 0 else 0
-    if is_turned and _is_error_by_hand(chain[at:], names[at:]):
-        found["negated"] = {"loss": name, "of": "a mean or sum of squared or absolute differences"}
+    _note_turned(chain, names, factor, name, found)
+    if names[:1] == ["RsubBackward"]:  # a number less the loss: of its value nothing can be said
+        return found
     first = next((at for at, one in enumerate(names) if not _is_view(one)), None)
     if first is not None and _is_mean(chain[first], names[first : first + 2]):
         found["mean_of"] = name
@@ -337,6 +334,21 @@ def _is_judged(chain: list[Any], names: list[str]) -> bool:
     given = [one for one, _ in layer.next_functions if one is not None]
     given += [inner for one in given for inner, _ in one.next_functions if inner is not None]  # of weights, turned
     return not any("AccumulateGrad" in one.name() for one in given)
+
+
+def _note_turned(chain: list[Any], names: list[str], factor: float, name: str, found: dict[str, Any]) -> None:
+    """Note that the loss is minus, or a number less, one that is never negative, of torch's or by hand.
+
+    ``factor``: what it was multiplied by after that.
+    """
+    if names[:1] == ["RsubBackward"]:
+        names = ["NegBackward", *names[1:]]
+    if not _is_judged(chain, names):
+        _note_sign(["NegBackward", *names] if factor < 0 else names, name, found)
+    is_turned = factor < 0 or names[:1] == ["NegBackward"]
+    at = names[:1].count("NegBackward") if factor > 0 else 0
+    if is_turned and _is_error_by_hand(chain[at:], names[at:]):
+        found["negated"] = {"loss": name, "of": "a mean or sum of squared or absolute differences"}
 
 
 def _note_sign(names: list[str], name: str, found: dict[str, Any]) -> None:
