@@ -98,3 +98,13 @@ def test_a_harvest_that_kept_no_row_says_so(tmp_path):
         gaff.harvest(model, batches, ":output", out=tmp_path / "out", labels={"y": 2}, progress=False)
     with pytest.raises(PlanError, match="another out= \\(no row is kept there yet: the folder may be removed\\)"):
         gaff.harvest(model, batches, ":output", out=tmp_path / "out", labels={"y": 1}, progress=False)
+
+
+def test_a_run_is_a_number():
+    model = Net()
+    with gaff.capture(model, "act") as got:
+        model(torch.ones(2, 4))
+    for wrong in ("0", True):
+        with pytest.raises(PlanError, match="expected the number of a run, from 0, or None for all"):
+            got.run(wrong)
+    assert got.run(0)["act"].shape == (2, 4)

@@ -1192,3 +1192,16 @@ def test_a_sparse_gradient_is_summed_where_a_row_came_several_times(tmp_path):
         gradient = model[0].weight.grad.coalesce().values()
         optimizer.step()
     check(gaff.load(tmp_path / "run"), "0.weight:grad", gradient)
+
+
+def test_a_model_on_the_meta_device_has_nothing_to_look_at(capsys):
+    with torch.device("meta"):
+        model, x = Small(), torch.randn(5, 6)
+    optimizer = sgd(model)
+    with gaff.watch(model, every=1) as watch:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert watch.step == 3
+    assert "could not" not in capsys.readouterr().err

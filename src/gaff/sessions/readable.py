@@ -69,8 +69,10 @@ class Readable(Mapping[str, Any]):
         """The events of the run with this number, from 0; None for all that are here.
 
         Nothing is looked up yet: a number without a run raises SiteError when a value is read. Raises SiteError where
-        these are the events of another run already.
+        these are the events of another run already, PlanError for what is no number.
         """
+        if index is not None and (isinstance(index, bool) or not isinstance(index, int)):
+            raise PlanError(f"run({index!r}): expected the number of a run, from 0, or None for all")
         reading = self._reading()
         if reading.index not in (None, index) and index is not None:
             raise SiteError(f"run({index}): these are the events of run {reading.index} alone: ask the capture")

@@ -320,9 +320,13 @@ def _notes(looks: Looks, calls: ModelCalls, models: Models, *, has_steps: bool) 
 
 
 def _scalars(losses: Any) -> list[tuple[int, Tensor]]:
-    """The losses of one element that backward begins from, each with its place; a generator is not ours to use up."""
+    """The losses of one element that backward begins from, each with its place; a generator is not ours to use up.
+
+    On the meta device they have no value.
+    """
     several = losses if isinstance(losses, (list, tuple)) else [losses]
-    return [(at, one) for at, one in enumerate(several) if isinstance(one, Tensor) and one.numel() == 1]
+    return [(at, one) for at, one in enumerate(several)
+            if isinstance(one, Tensor) and one.numel() == 1 and not one.is_meta]  # fmt: skip
 
 
 def _is_training(module: nn.Module) -> bool:
