@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 40_300
-MOST_OF_CORE = 14_240
+MOST_LINES = 40_400
+MOST_OF_CORE = 14_350
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

@@ -268,7 +268,7 @@ WRONG = [
     (lambda m: gaff.edit(m, {"a": edits.zero}), r"edit gaff\.edits\.zero was not called"),
     (lambda m: gaff.edit(m, {"a": nn.Tanh}), "edit Tanh is a class"),
     (lambda m: gaff.edit(m, ["a"]), "are no dict"),
-    (lambda m: gaff.edit(m, {}), "are no dict"),
+    (lambda m: gaff.edit(m, {}), "are none"),
     (lambda m: gaff.Plan.edit({"a": edits.zero()}, last=1), "option 'last' is not known to an edit"),
     (lambda m: gaff.edit({"a": edits.zero()}), "pattern 'a' needs a model"),
     (lambda m: gaff.edit(m, {"a:output[0]": edits.skip()}), "skip takes the place of a whole module"),

@@ -8,8 +8,9 @@ Two kinds of activation checkpointing, each with an object that both passes can 
 graph: a non-reentrant one has its frame, a reentrant one its autograd node. Calls are matched by their order within
 it. See docs/decisions/0007.
 
-A custom Function that is no checkpoint of torch's may call modules in its backward in any order and with any values, as
-an adjoint solver does: there a call is repeated by one that passes the same bits, and by no other.
+A custom Function that is no checkpoint of torch's may call modules in its backward in another order and with other
+values, as an adjoint solver does: there a call is repeated by one that passes the same (``passed``), which is looked
+for at both ends of those that are left, and by no other.
 """
 
 from __future__ import annotations
@@ -19,12 +20,9 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 
-from gaff.address.nested import iter_tensors
 from gaff.compat import autograd, checkpoints
-from gaff.compat.modes import outside_modes
+from gaff.engine import passed
 from gaff.engine.crossing import Crossing
 from gaff.errors import ExactnessError, PlanError
 
@@ -39,6 +37,18 @@ class Match(NamedTuple):
     is_first_graph: bool
 
 
+class _Ends(NamedTuple):
+    """Which calls in a custom Function one backward pass, ``mark``, has not repeated yet: the first and the last.
+
+    ``is_reversed``: it goes backwards, as far as is known.
+    """
+
+    mark: int
+    first: int
+    last: int
+    is_reversed: bool = False
+
+
 class Replay:
     """The calls of one module, at its entry or at its exit, that may be recomputed.
 
@@ -47,18 +57,19 @@ class Replay:
     with it.
     """
 
-    __slots__ = ("_positions", "_regions", "_waiting")
+    __slots__ = ("_ends", "_positions", "_regions", "_waiting")
 
     def __init__(self) -> None:
         self._regions: WeakKeyDictionary[Any, list[Crossing]] = WeakKeyDictionary()  # checkpoint -> calls in order
         self._positions: WeakKeyDictionary[Any, tuple[object, int, Any]] = WeakKeyDictionary()
+        self._ends: WeakKeyDictionary[Any, _Ends] = WeakKeyDictionary()  # by custom Function
         self._waiting: dict[Crossing, ref[Any]] = {}  # calls without a graph, and what may recompute them
 
     def wait(self, crossing: Crossing, value: Any) -> bool:
         """Note a call that a reentrant checkpoint may run again with an autograd graph; whether there is one around it.
 
         The call is one without grad mode, or with it inside a custom Function, whose graph may be thrown away. By
-        ``value``, what passes, a repetition is told from other calls; None where that is not known.
+        ``value``, what passes with the arguments of its call, a repetition is told from other calls; None if not known.
 
         A reentrant checkpoint runs its forward without grad mode, inside a custom Function; so does any other such
         Function. The call is noted for all that enclose it, and waits for the outermost: the inner ones are gone after
@@ -72,7 +83,7 @@ class Replay:
         if crossing.memo is None:
             crossing.memo = {}
         if value is not None and not all(map(checkpoints.repeats_in_order, functions)):
-            crossing.passed = _elements_of(value)
+            crossing.passed = passed.traits_of(value)
         self._waiting[crossing] = ref(functions[-1])  # the others die with the first pass
         for function in functions:
             self._regions.setdefault(function, []).append(crossing)
@@ -121,8 +132,8 @@ class Replay:
                 return None if crossing is None else Match(crossing, False)
         if node is None or not autograd.is_python_node(node):
             return None
-        is_ordered = checkpoints.repeats_in_order(node) or value is None
-        crossing = self._next(node, node, autograd.backward_task()) if is_ordered else self._same(node, value)
+        is_ordered = checkpoints.repeats_in_order(node)
+        crossing = self._next(node, node, autograd.backward_task()) if is_ordered else self._alike(node, value)
         if crossing is None:
             return None
         self._note(crossing, chain[:inner])
@@ -165,18 +176,27 @@ class Replay:
             if not found.is_again:
                 self._regions.setdefault(found.frame, []).append(crossing)
 
-    def _same(self, node: Any, value: Any) -> Crossing | None:
-        """The call in a custom Function that passed the same bits, the next in order if there are several; or None."""
+    def _alike(self, node: Any, passing: Any) -> Crossing | None:
+        """The call in a custom Function, from either end of those that are left, that passed the same; or None.
+
+        The next one in order comes first, until one was found at the other end alone: then the last one does.
+        """
         mark, calls = autograd.backward_task(), self._regions.get(node, [])
-        known = self._positions.get(node)
-        position = known[1] if known is not None and known[0] == mark else 0
-        elements = _elements_of(value) if calls else ()
-        for number in (*range(position, len(calls)), *range(position)):
-            if calls[number].passed is None or _is_equal(calls[number].passed, elements):
-                self._positions[node] = (mark, number + 1, None)
-                found: Crossing = calls[number]
-                return found
-        return None
+        known = self._ends.get(node)
+        ends = _Ends(mark, 0, len(calls) - 1) if known is None or known.mark != mark else known
+        if ends.first > ends.last or passing is None:
+            return None
+        now = passed.traits_of(passing)
+        fitting = [at for at in {ends.first: 0, ends.last: 0} if passed.is_alike(calls[at].passed, now)]
+        if not fitting:
+            return None
+        at = fitting[-1] if ends.is_reversed else fitting[0]
+        is_last = at == ends.last and (ends.is_reversed or at != ends.first)
+        is_sure = len(fitting) == 1 and ends.first != ends.last
+        self._ends[node] = _Ends(mark, ends.first + (not is_last), ends.last - is_last,
+                                 is_last if is_sure else ends.is_reversed)  # fmt: skip
+        found: Crossing = calls[at]
+        return found
 
     def _next(self, region: Any, place: Any, mark: Any) -> Crossing | None:
         """The next call of ``region`` in the recomputation ``place``; None for a region without calls of this module.
@@ -196,31 +216,3 @@ class Replay:
         trigger = known[2] if known is not None else ref(mark) if is_frame and autograd.is_python_node(mark) else None
         self._positions[place] = (None if is_frame else mark, position + 1, trigger)
         return calls[position]
-
-
-_FEW = 16  # elements of a tensor, spread over it
-
-
-def _elements_of(value: Any) -> tuple[tuple[torch.Size, torch.dtype, Tensor | None], ...]:
-    """Of each tensor its shape, dtype and a copy of a few elements, where these can be read. No synchronisation."""
-    found = []
-    with outside_modes(), torch.no_grad():
-        for _, tensor in iter_tensors(value):
-            is_plain = type(tensor) in (Tensor, Parameter) and not autograd.is_wrapper(tensor)
-            few = None
-            if is_plain and tensor.layout is torch.strided and tensor.device.type != "meta":
-                few = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _FEW)].clone()
-            found.append((tensor.shape, tensor.dtype, few))
-    return tuple(found)
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    """Whether two values have the same shapes and elements; NaN is equal to NaN. Waits for the device."""
-    if [told[:2] for told in one] != [told[:2] for told in other]:
-        return False
-    with outside_modes(), torch.no_grad():
-        return all(
-            bool(((a == b) | (a.isnan() & b.isnan())).all())
-            for (*_, a), (*_, b) in zip(one, other, strict=True)
-            if a is not None and b is not None
-        )

@@ -54,15 +54,15 @@ class Side:
 
         ``given`` are the arguments of the call, at the entry the value itself. The taps are the backend's affair.
         """
-        return self.act(value, given, self.meet(run, call, _makes_graph(value), value))
+        return self.act(value, given, self.meet(run, call, _makes_graph(value), (given, value)))
 
     def again(self, value: Any, given: Arguments) -> Any:
         """A value passes in a recomputation; returns what passes on, as it did in the first pass."""
-        crossing = self.met_again(_makes_graph(value), value)
+        crossing = self.met_again(_makes_graph(value), (given, value))
         return value if crossing is None else self.act(value, given, crossing)
 
-    def meet(self, run: Run, call: int, has_graph: bool, value: Any) -> Crossing:
-        """A crossing of ``value`` in an ordinary forward, noted for recomputations if there may be any.
+    def meet(self, run: Run, call: int, has_graph: bool, passing: Any) -> Crossing:
+        """A crossing of what is ``passing`` in an ordinary forward, noted for recomputations if there may be any.
 
         Edits are made again in each; gradient hooks wait for one only where this pass has no autograd graph, or one
         that a custom Function such as a reentrant checkpoint may throw away.
@@ -70,12 +70,12 @@ class Side:
         crossing = Crossing(run, call, has_graph)
         if self.is_edited:
             if may_repeat():
-                self.replay.remember(crossing, value)
+                self.replay.remember(crossing, passing)
         elif not (has_graph and is_outside_functions()):
-            self.replay.wait(crossing, value)
+            self.replay.wait(crossing, passing)
         return crossing
 
-    def met_again(self, has_grad: bool, value: Any) -> Crossing | None:
+    def met_again(self, has_grad: bool, passing: Any) -> Crossing | None:
         """The crossing that the current recomputation makes; None where there is nothing to be done in it.
 
         Gradient hooks are set where the first pass had none that lasts. Raises PlanError where an open session's edited
@@ -84,7 +84,7 @@ class Side:
         """
         if not self.acts or (self._clock.closed and not self.is_edited):
             return None
-        found = self.replay.match(value, has_grad=has_grad)
+        found = self.replay.match(passing, has_grad=has_grad)
         if found is not None:
             first = found.crossing
             has_graph = found.is_first_graph and has_grad and not self._clock.closed
@@ -146,7 +146,9 @@ class Side:
         if any(found.is_again for found in checkpoints.enclosing()):
             return True
         current = autograd.current_node()
-        return current is not None and autograd.is_python_node(current) and not self._clock.made(current)
+        if current is None or not autograd.is_python_node(current):
+            return False
+        return not any(map(self._clock.made, (current, *checkpoints.recomputing_functions())))
 
 
 def _makes_graph(value: Any) -> bool:

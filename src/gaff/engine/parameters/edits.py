@@ -48,6 +48,7 @@ class Swap:
         self._stream = stream
         self._owners = owners
         self._standing: Standing | None = None  # while another stands in
+        self._mark = object()  # at the autograd nodes that made what stood in
         self._again: list[Crossing] = []  # of recomputations in progress
         self._regions: list[tuple[Crossing, int]] = []  # that are recomputed, with their backward passes
         self.crossings: dict[Run, Crossing] = {}  # what was decided when a run in progress began
@@ -101,6 +102,12 @@ class Swap:
         """
         if self._again and self._again[-1] is crossing:
             return  # in a module around this one
+        node = autograd.current_node()
+        if node is not None and autograd.is_python_node(node) and self._was_given_to(node):
+            raise PlanError(
+                f"{self._found.site}: the edited value was given to a custom Function that computes with it again in "
+                "its backward, where the edit would count twice: expected an edit of what the module returns"
+            )
         tensor = self._found.tensor
         standing = Standing.of(tensor, self._owners)
         task = autograd.backward_task()
@@ -168,9 +175,18 @@ class Swap:
         if tensor.is_meta:
             raise PlanError(f"{self._found.site}: {OFFLOADED}, so that nothing can stand in for it")
         new = self._change(tensor, crossing)
+        if new.grad_fn is not None:
+            autograd.metadata_of(new.grad_fn)[self._mark] = None
         if new is not tensor:
             self._standing = Standing.of(tensor, self._owners)
             self._standing.add(self, new)
+
+    def _was_given_to(self, node: Any) -> bool:
+        """Whether a custom Function other than torch's checkpoint was given, as an argument, what stood in in its run."""
+        if checkpoints.repeats_in_order(node):
+            return False
+        makers = [onward for onward, _ in node.next_functions if onward is not None]
+        return any(self._mark in autograd.metadata_of(maker) for maker in makers)
 
     def _change(self, tensor: Tensor, crossing: Crossing) -> Tensor:
         """The edited value, with an autograd graph, in the parameter's precision, unseen by modes and checkpoints."""
