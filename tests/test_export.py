@@ -380,3 +380,30 @@ def test_a_link_stays_and_a_pipe_is_no_file_of_a_table(tmp_path):
     with pytest.raises(RecordError, match="it is no ordinary file"):
         to_csv(record, pipe)
     assert pipe.is_fifo()
+
+
+def test_steps_that_only_the_ring_of_a_killed_run_has_are_rows_too(tmp_path):
+    code = (
+        "import os, signal, sys, torch, gaff\n"
+        "model = torch.nn.Linear(3, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 1e-2)\n"
+        "gaff.watch(model, optimizer, out=sys.argv[1])\n"
+        "for step in range(200):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.randn(4, 3)).square().mean().backward()\n"
+        "    optimizer.step()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=False)
+    record = gaff.load(tmp_path / "run")
+    [part] = record._parts
+    assert len(part.series["step"]) > len(part.logged.get("step", ()))
+    rows = [one for one in scalars(record) if one.stat == "loss:loss" or one.stat.startswith("loss")]
+    assert [one.step for one in rows] == list(record.scalar("loss").steps)
+    times = [one.time for one in rows]
+    assert times == sorted(times)
+
+
+def test_findings_of_names_with_a_number_behind_a_dot_do_not_meet():
+    assert findings_path("out/lr0.1").name == "lr0.1.findings.jsonl"
+    assert findings_path("out/a.csv").name == "a.findings.jsonl"

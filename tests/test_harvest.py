@@ -1146,3 +1146,15 @@ def test_a_model_that_writes_into_its_batch_changes_neither_rows_nor_labels(tmp_
     assert store.labels["token"][:].tolist() == tokens.flatten().tolist()
     assert store.labels["mine"][range(6)].tolist() == tokens.flatten().tolist()
     assert torch.equal(batch["input_ids"], tokens)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fn"])
+def test_numbers_that_float8_cannot_hold_are_counted(tmp_path, dtype):
+    rows = torch.tensor([[1.0, -2.0], [1e6, 0.0]])
+    with pytest.warns(UserWarning, match="1 of 2 rows"):
+        store = gaff.harvest(nn.Identity(), [rows], ":output", out=tmp_path / "a", dtype=dtype, progress=False)
+    assert store.nonfinite == {":output": 1}
+    with pytest.raises(PlanError, match="or a number beyond 5734|or a number beyond 448"):
+        gaff.harvest(
+            nn.Identity(), [rows], ":output", out=tmp_path / "b", dtype=dtype, nonfinite="refuse", progress=False
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -151,12 +152,14 @@ class _OpenShard:
         sites, places = self._sites(selection, values)
         labels = {**selection.labels(own_columns(given.batch, self._options.labels)), **places}
         labels |= {one: selection.of_samples(one, values[one]) for one in values if one.startswith(NORM_OF)}
-        broken = {address: bad for address, rows in sites.items() if (bad := _nonfinite(rows)) is not None}
+        most = math.inf if self._options.small is None else torch.finfo(self._options.small).max
+        broken = {address: bad for address, rows in sites.items() if (bad := _nonfinite(rows, most)) is not None}
         for address, bad in broken.items():
             self._nonfinite[address] = self._nonfinite.get(address, 0) + int(bad.sum())
             if self._options.nonfinite == "refuse":
                 sample = int(labels["sample"][bad][0])
-                raise PlanError(f"{address}: a NaN or an infinity in batch {given.number}, sample {sample}: expected "
+                beyond = f", or a number beyond {most:g}," if most < math.inf else ""
+                raise PlanError(f"{address}: a NaN or an infinity{beyond} in batch {given.number}, sample {sample}: expected "
                                 "finite values, or nonfinite='count' or 'mark'")  # fmt: skip
         if self._options.nonfinite == "mark":
             finite = torch.ones(len(labels["sample"]), dtype=torch.bool, device="cpu")
@@ -212,15 +215,19 @@ def _largest(address: str, value: Any, count: int, dims: int) -> tuple[Tensor, T
     return value.gather(-1, place), place.to(torch.int32)
 
 
-def _nonfinite(rows: Tensor) -> Tensor | None:
-    """Which rows hold a NaN or an infinity; None where none does, which one sum tells nearly always."""
+def _nonfinite(rows: Tensor, most: float) -> Tensor | None:
+    """Which rows hold a NaN, an infinity, or numbers above ``most``, which they are written in a dtype without.
+
+    None where none does, which one sum tells nearly always.
+    """
     if not (rows.is_floating_point() or rows.is_complex()) or not rows.numel():
         return None
     exact = rows.float() if rows.dtype.itemsize < 2 else rows  # torch adds up no float8, nor small complex numbers
     exact = exact.to(torch.complex64) if exact.dtype == torch.complex32 else exact
-    if bool(torch.isfinite(exact.sum())):
+    if bool(torch.isfinite(exact.sum())) and (most == math.inf or bool(exact.abs().max() <= most)):
         return None
-    bad: Tensor = ~torch.isfinite(exact).flatten(1).all(1) if rows.dim() > 1 else ~torch.isfinite(exact)
+    fits = torch.isfinite(exact) & (exact.abs() <= most)
+    bad: Tensor = ~(fits.flatten(1).all(1) if rows.dim() > 1 else fits)
     return bad if bool(bad.any()) else None
 
 

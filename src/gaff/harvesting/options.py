@@ -72,7 +72,7 @@ class HarvestOptions:
 
     @property
     def small(self) -> torch.dtype | None:
-        """The dtype of one byte in which rows are written, which has no infinities to tell: None for all others."""
+        """The dtype of one byte in which rows are written, where what is too large may not show; None for others."""
         name = str(self.dtype).removeprefix("torch.")
         found = getattr(torch, name, None) if name.startswith("float8") else None
         return found if isinstance(found, torch.dtype) else None

@@ -165,13 +165,23 @@ def steps(record: Record, *, since: Cursor | None = None) -> Iterator[list[Row]]
         numbered = part.series.get("step", array("d"))
         while place.steps < len(numbered):
             at = place.steps
-            start = (part.rank, "train", int(numbered[at]), place.step_times[at], "")
+            start = (part.rank, "train", int(numbered[at]), _ended(place, part, at), "")
             yield [
                 Row(*start, name, values[at])
                 for name, is_loss, values in columns
                 if name != "step" and not (is_absent(values[at]) if is_loss else math.isnan(values[at]))
             ]
             place.steps += 1
+
+
+def _ended(place: _Place, part: RankPart, at: int) -> float:
+    """When the step in that place ended; of those that only the ring of a run in progress, or killed, has by now, that
+    is reckoned from the last one that was written."""
+    known = place.step_times
+    if at < len(known):
+        return known[at]
+    latest = known[-1] if known else (place.table_times[-1] if place.table_times else math.nan)
+    return latest + sum(one for one in part.series["seconds"][len(known) : at + 1] if one > 0)
 
 
 def check(record: Record, sites: Iterable[str], stats: Iterable[str]) -> None:

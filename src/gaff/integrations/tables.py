@@ -97,7 +97,9 @@ def to_parquet(
 
 def findings_path(path: str | os.PathLike[str]) -> Path:
     """The file beside a table to which the record's findings go: ``a.findings.jsonl`` for ``a.csv``."""
-    return Path(path).with_suffix(".findings.jsonl")
+    file = Path(path)
+    stem = file.stem if file.suffix[1:].isalpha() else file.name  # of "lr0.1" all of it
+    return file.with_name(f"{stem}.findings.jsonl")
 
 
 def _write(

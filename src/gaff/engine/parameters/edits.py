@@ -182,7 +182,7 @@ class Swap:
             self._standing.add(self, new)
 
     def _was_given_to(self, node: Any) -> bool:
-        """Whether a custom Function other than torch's checkpoint was given, as an argument, what stood in in its run."""
+        """Whether a custom Function that is no checkpoint of torch's was given, as an argument, what stood in."""
         if checkpoints.repeats_in_order(node):
             return False
         makers = [onward for onward, _ in node.next_functions if onward is not None]
