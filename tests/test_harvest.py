@@ -334,7 +334,7 @@ def test_rows_that_are_not_finite(tmp_path, policy):
 def test_infinities_are_told_of_rows_in_a_dtype_that_may_have_none(tmp_path, dtype):
     model = nn.Sequential(nn.Identity())
     batch = torch.tensor([[1.0, 2.0], [float("inf"), 1.0], [-float("inf"), 1.0], [float("nan"), 1.0], [400.0, 0.5]])
-    with pytest.raises(gaff.PlanError, match="a NaN or an infinity in batch 0, sample 1"):
+    with pytest.raises(gaff.PlanError, match="a NaN or an infinity.* in batch 0, sample 1"):
         gaff.harvest(model, [batch], "0", out=tmp_path / "refused", dtype=dtype, nonfinite="refuse")
     with pytest.warns(UserWarning, match="3 of 5 rows hold a NaN or an infinity"):
         store = gaff.harvest(model, [batch], "0", out=tmp_path / "marked", dtype=dtype, nonfinite="mark")
@@ -1154,7 +1154,7 @@ def test_numbers_that_float8_cannot_hold_are_counted(tmp_path, dtype):
     with pytest.warns(UserWarning, match="1 of 2 rows"):
         store = gaff.harvest(nn.Identity(), [rows], ":output", out=tmp_path / "a", dtype=dtype, progress=False)
     assert store.nonfinite == {":output": 1}
-    with pytest.raises(PlanError, match="or a number beyond 5734|or a number beyond 448"):
+    with pytest.raises(gaff.PlanError, match="or a number beyond (57344|448)"):
         gaff.harvest(
             nn.Identity(), [rows], ":output", out=tmp_path / "b", dtype=dtype, nonfinite="refuse", progress=False
         )

@@ -1205,3 +1205,28 @@ def test_a_model_on_the_meta_device_has_nothing_to_look_at(capsys):
             optimizer.step()
     assert watch.step == 3
     assert "could not" not in capsys.readouterr().err
+
+
+def test_what_gaff_itself_runs_is_no_part_of_the_training(tmp_path):
+    model = Small()
+    optimizer, x, losses = sgd(model), torch.randn(5, 6), []
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        for _ in range(4):
+            gaff.trace(model, x, backward=lambda y: y.square().mean() * 100)
+            gaff.harvest(
+                model,
+                [x],
+                "fc1:grad_output",
+                out=tmp_path / f"rows{len(losses)}",
+                loss=lambda y, _: y.sum(),
+                progress=False,
+            )
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    record = gaff.load(tmp_path / "run")
+    assert [name for name in record.scalars if name.startswith("loss")] == ["loss:loss"]
+    assert record.scalar("loss").values == pytest.approx(losses)
+    assert record.scalar("samples").values == [5.0] * 4

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gaff
 from gaff import edits
 from gaff.engine import passed
-from gaff.errors import PlanError
+from gaff.errors import ExactnessError, PlanError
 
 
 class Solver(torch.autograd.Function):
@@ -193,3 +194,37 @@ def test_many_calls_take_no_longer_than_they_are_many():
 def test_an_edited_parameter_that_is_given_to_the_function_is_refused():
     with pytest.raises(PlanError, match="was given to a custom Function that computes with it again in its backward"):
         gradients(in_reverse, {"step.0.weight:param": edits.scale(3.0)})
+
+
+def test_a_session_that_is_closed_before_backward_still_refuses_what_it_cannot_repeat():
+    model, x = Net(elsewhere), torch.ones(2, 3, requires_grad=True)
+    with gaff.edit(model, {"step": edits.scale(3.0)}):
+        loss = model(x).sum()
+    with pytest.raises(PlanError, match="its edits belong to a forward that cannot be told"):
+        loss.backward()
+
+
+class Forces(nn.Module):
+    """Runs a backward pass of its own in its forward, inside a checkpoint."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.inp, self.out, self.use_reentrant = nn.Linear(3, 3), nn.Linear(3, 1), use_reentrant
+
+    def region(self, x):
+        with torch.enable_grad():
+            at = x.detach().requires_grad_()
+            energy = self.out(self.inp(at).tanh()).square().sum()
+            return x + torch.autograd.grad(energy, at, create_graph=True)[0]
+
+    def forward(self, x):
+        return checkpoint(self.region, x, use_reentrant=self.use_reentrant)
+
+
+def test_an_edit_in_a_pass_of_a_checkpointed_region_is_refused():
+    model, x = Forces(False), torch.ones(2, 3, requires_grad=True)
+    with (
+        pytest.raises(ExactnessError, match="it acts on a backward pass inside a checkpoint"),
+        gaff.edit(model, {"inp:grad_output": edits.scale(3.0)}),
+    ):
+        model(x)

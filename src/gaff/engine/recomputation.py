@@ -145,9 +145,12 @@ class Replay:
                     self._regions.setdefault(function, []).append(crossing)
         return Match(crossing, True)
 
-    def __contains__(self, crossing: Crossing) -> bool:
-        """Whether something may run this call, which had no autograd graph, again with one."""
-        return crossing in self._waiting
+    def __contains__(self, known: Any) -> bool:
+        """Whether something may run this call (a ``Crossing``), which had no autograd graph, again with one.
+
+        Or whether calls of this module were made in a custom Function, told by its node.
+        """
+        return known in (self._waiting if isinstance(known, Crossing) else self._regions)
 
     def regions(self) -> Iterator[Any]:
         """The checkpoints with calls of this module; they die with their autograd graphs."""

@@ -89,7 +89,8 @@ class Side:
             first = found.crossing
             has_graph = found.is_first_graph and has_grad and not self._clock.closed
             return Crossing(first.run, first.call, has_graph, first.memo, True)
-        if self.is_edited and not self._clock.closed and self._clock.is_own_backward() and not self._is_of_others():
+        is_open = not self._clock.closed and self._clock.is_own_backward() and not self._is_of_others()
+        if self.is_edited and (is_open or autograd.current_node() in self.replay):
             raise PlanError(
                 f"{type(self._module).__name__} was called inside a backward pass, and its edits belong to a forward "
                 "that cannot be told: expected torch.utils.checkpoint(use_reentrant=False), or no call of an edited "

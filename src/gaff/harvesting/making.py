@@ -158,9 +158,9 @@ class _OpenShard:
             self._nonfinite[address] = self._nonfinite.get(address, 0) + int(bad.sum())
             if self._options.nonfinite == "refuse":
                 sample = int(labels["sample"][bad][0])
-                beyond = f", or a number beyond {most:g}," if most < math.inf else ""
-                raise PlanError(f"{address}: a NaN or an infinity{beyond} in batch {given.number}, sample {sample}: expected "
-                                "finite values, or nonfinite='count' or 'mark'")  # fmt: skip
+                beyond = f" (or a number beyond {most:g})" if most < math.inf else ""
+                raise PlanError(f"{address}: a NaN or an infinity{beyond} in batch {given.number}, sample {sample}: "
+                                "expected finite values, or nonfinite='count' or 'mark'")  # fmt: skip
         if self._options.nonfinite == "mark":
             finite = torch.ones(len(labels["sample"]), dtype=torch.bool, device="cpu")
             for bad in broken.values():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gaff.address.grammar import GRADIENT_PORTS
 from gaff.compat import distributed
 from gaff.compat.autograd import leaves_of
+from gaff.engine.process.calls import unseen
 from gaff.errors import PlanError
 from gaff.harvesting.batches import Numbered
 from gaff.harvesting.rows import NORM_OF
@@ -118,7 +119,7 @@ def _put_together(plan: Plan, capture: Capture, step: Callable[[Numbered], None]
 
 
 def _forward(model: nn.Module, given: Numbered) -> None:
-    with torch.no_grad():
+    with unseen(), torch.no_grad():
         model(*given.args, **given.kwargs)
 
 
@@ -126,6 +127,7 @@ def _with_backward(model: nn.Module, parameters: set[Tensor], loss: Loss, given:
     """One step; gradients of all leaves, also of a head outside the model, are those from before."""
     with ExitStack() as stack:
         stack.enter_context(_kept_gradients(parameters))
+        stack.enter_context(unseen())
         with torch.enable_grad():
             total = loss(model(*given.args, **given.kwargs), given.batch)
             if not isinstance(total, Tensor) or total.numel() != 1:

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from gaff.compat import elements
 from gaff.compat.memory import version_of
+from gaff.engine.process.calls import unseen
 from gaff.inspection.sketches import digests_of_some
 
 WRITTEN = "this run itself changed parameters: {}; they are not restored"
@@ -51,7 +52,7 @@ def untouched(model: nn.Module, inputs: Iterable[Tensor] = (), notes: list[str] 
     for tensor in leaves:
         tensor.grad = None
     try:
-        with torch.random.fork_rng(devices=devices):
+        with unseen(), torch.random.fork_rng(devices=devices):
             yield
     finally:
         random.setstate(state[0])

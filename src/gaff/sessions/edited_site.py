@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gaff.address.grammar import GRADIENT_PORTS, Site
 from gaff.address.nested import first_tensor
-from gaff.compat import elements, memory
+from gaff.compat import checkpoints, elements, memory
 from gaff.edits.event import Edit, Event, uses_event
 from gaff.edits.places import Skip, When, holds
 from gaff.engine.streams import Stream
@@ -147,9 +147,18 @@ class EditedSite(Stream):
         self._reasons: dict[str, int] = {}
 
     def add(self, value: Tensor, run: Any, call: int) -> Tensor | None:
-        """A gradient arrives, inside backward: return what backward goes on with, None where it stays as it is."""
+        """A gradient arrives, inside backward: return what backward goes on with, None where it stays as it is.
+
+        Raises ExactnessError in a pass that a checkpointed region runs by itself, such as one for forces: the region is
+        computed again without what the edit has made of it.
+        """
         strength = self._strength(run, call)
-        return None if strength is None else self._apply(value, run, call, strength)
+        if strength is None:
+            return None
+        if checkpoints.has_saved_hooks() and not all(one.is_again for one in checkpoints.enclosing()):
+            told = "it acts on a backward pass inside a checkpoint (use_reentrant=False), which computes again without"
+            self.refuse(run, call, f"{told} it; expected use_reentrant=True, or no checkpoint around that pass")
+        return self._apply(value, run, call, strength)
 
     def change(self, value: Tensor, crossing: Any) -> Tensor:
         """A value passes: return what the model goes on with. Raises PlanError where the edit does not fit it.

@@ -10,7 +10,8 @@ nothing. Where somebody else has wrapped the same place meanwhile, theirs stays,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from threading import get_ident
 from time import perf_counter
 from types import MethodType
@@ -32,6 +33,23 @@ def is_hidden() -> bool:
     What is done in such code would become part of the result, and outlive whoever asked for it.
     """
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+UNSEEN: set[int] = set()  # threads that do something of gaff's own just now
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """What this thread does inside, such as calling a model to look at it, is no part of the program: watches hear
+    nothing of it."""
+    here = get_ident()
+    is_first = here not in UNSEEN
+    UNSEEN.add(here)
+    try:
+        yield
+    finally:
+        if is_first:
+            UNSEEN.discard(here)
 
 
 _FRAMES = 2  # between a program and a call that is only counted: ``_Call.__call__`` and ``Passing.call``

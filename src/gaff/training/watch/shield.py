@@ -13,6 +13,7 @@ import torch
 from gaff.compat import modes
 from gaff.compat.signals import is_of_handler
 from gaff.engine.process import stack_room
+from gaff.engine.process.calls import UNSEEN
 
 FRAMES = 500  # more than anything behind the wall needs
 
@@ -41,11 +42,12 @@ class Shield:
     def is_mine(self) -> bool:
         """Whether this is the thread that trains: the first one that has ever asked.
 
-        While ``torch.jit.trace`` writes down what runs, nobody trains: what we compute would be part of it.
+        While ``torch.jit.trace`` writes down what runs, nobody trains: what we compute would be part of it. Nor while
+        gaff itself calls a model, as for a trace of it.
         """
         here = threading.get_ident()
         self._thread = self._thread or here
-        return self._thread == here and torch._C._get_tracing_state() is None
+        return self._thread == here and here not in UNSEEN and torch._C._get_tracing_state() is None
 
     def run(self, action: Callable[..., Any], *arguments: Any) -> None:
         """Call ``action``, if the shield is open and this is the thread that trains; no error of it gets out."""
