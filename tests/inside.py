@@ -26,7 +26,13 @@ HANDLED = (
 ANEW = "compiled code gives the module a container of its own"
 NO_COPY = "torch makes such a module's class anew for each"
 NO_NUMBERS = "there is nothing to spread on the meta device"
+_BY_FUNCTION = "a compiled custom Function tells the gradients of its own backward, too, as further ones of these calls"
 COMPILED = {
+    "test_calls_that_come_back_in_reverse_are_told_apart": _BY_FUNCTION,
+    "test_a_call_with_other_values_is_no_repetition": _BY_FUNCTION,
+    "test_calls_whose_outputs_are_alike_are_told_apart_by_their_arguments": _BY_FUNCTION,
+    "test_values_that_are_computed_back_count_as_the_same": _BY_FUNCTION,
+    "test_a_session_that_is_closed_before_backward_still_refuses_what_it_cannot_repeat": _BY_FUNCTION,
     "test_graphs_of_functorch_are_refused": "torch tells errors while tracing",
     "test_a_function_mode_of_the_program_sees_and_changes_what_the_program_does": "torch compiles no function mode of others",
     "test_a_closed_session_leaves_no_hook_and_no_attribute": "compiling leaves an attribute of torch's own",
