@@ -1158,3 +1158,15 @@ def test_numbers_that_float8_cannot_hold_are_counted(tmp_path, dtype):
         gaff.harvest(
             nn.Identity(), [rows], ":output", out=tmp_path / "b", dtype=dtype, nonfinite="refuse", progress=False
         )
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_shuffling_loader_is_harvested_in_the_order_that_it_would_give(tmp_path, own):
+    data = torch.utils.data.TensorDataset(torch.arange(20.0).reshape(20, 1))
+    draw = torch.Generator() if own else None
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, generator=draw)
+    (draw or torch.default_generator).manual_seed(5)
+    expected = torch.cat([x for (x,) in loader])
+    (draw or torch.default_generator).manual_seed(5)
+    store = gaff.harvest(nn.Identity(), loader, ":output", out=tmp_path / "out", progress=False)
+    assert torch.equal(torch.as_tensor(store[":output"][:]), expected)

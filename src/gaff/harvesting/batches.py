@@ -113,7 +113,8 @@ class LoaderSource:
         }
 
     def draw_order(self) -> list[list[int]]:
-        """The samples of each batch, as the loader would take them now."""
+        """The samples of each batch, as the loader would take them now: it draws a seed for its workers first."""
+        torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._loader.generator)
         order: Any = list(self._loader.batch_sampler or ())
         self._order = [[_index(one) for one in batch] for batch in order]
         return self._order

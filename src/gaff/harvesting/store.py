@@ -78,7 +78,7 @@ class Column:
         wanted = wanted.long()
         wanted = torch.where(wanted < 0, wanted + len(self), wanted)
         if len(wanted) and not (int(wanted.min()) >= 0 and int(wanted.max()) < len(self)):
-            raise IndexError(f"rows up to {int(wanted.max())} asked of {len(self)}")
+            raise IndexError(f"rows {int(wanted.min())} to {int(wanted.max())} asked of {len(self)}")
         if len(self._parts) == 1:
             return self._parts[0].gather(wanted)
         place = torch.bucketize(wanted, torch.tensor(self._ends, device="cpu"), right=True)
