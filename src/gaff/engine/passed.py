@@ -6,6 +6,7 @@ The values themselves are not kept: what recomputes is there to save their memor
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,10 +18,8 @@ from gaff.compat.modes import outside_modes
 
 _MOST = 1 << 16  # elements of a tensor that are read
 _DEEPEST = 16  # containers inside one another
-_EXACT, _ROUNDED = (
-    1e-4,
-    2e-2,
-)  # how far the numbers of one value may lie apart, by its norm; the second in half precision
+_EXACT = 1e-4  # how far the sums of one tensor may lie apart, by its norm
+_ROUNDED = 2e-2  # the same in half precision
 _HALF = (torch.float16, torch.bfloat16)
 _READ = (torch.float32, torch.float64, *_HALF, torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int8,
          torch.int16, torch.int32, torch.int64)  # fmt: skip
@@ -32,7 +31,7 @@ def traits_of(value: Any) -> tuple[Any, ...]:
     The sums are of some 65,000 elements at most: the norm, and two with weights that depend on the place. None stands
     for the sums of a tensor that cannot be read. Copies no more than these elements; no synchronisation.
     """
-    with outside_modes(), torch.no_grad():
+    with outside_modes(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         return tuple(_traits(one) for one in _leaves(value, 0))
 
 
@@ -57,8 +56,8 @@ def _traits(leaf: Any) -> Any:
     if leaf.is_nested:
         return Tensor
     sums = None
-    is_whole = elements.is_readable(leaf) and elements.is_plain(leaf) and leaf.dtype in _READ
-    if is_whole and leaf.untyped_storage().nbytes():
+    is_known = leaf.dtype in _READ and not elements.is_opaque(leaf)
+    if is_known and elements.is_readable(leaf) and elements.is_plain(leaf) and leaf.untyped_storage().nbytes():
         sums = _sums(leaf.detach())
     return leaf.shape, _ROUNDED if leaf.dtype in _HALF else _EXACT, sums
 
@@ -68,8 +67,15 @@ def _sums(tensor: Tensor) -> Tensor:
         tensor = tensor[(slice(None),) * tensor.shape.index(max(tensor.shape)) + (slice(None, None, 2),)]
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
     flat = flat.to(elements.wide_type(flat) if flat.is_floating_point() else torch.float32).nan_to_num()
-    place = torch.arange(flat.numel(), dtype=flat.dtype, device=flat.device)
-    return torch.stack([flat.norm(), flat @ (place * 0.7).cos(), flat @ (place * 1.3).sin()])
+    one, other = _weights(flat.numel(), flat.dtype, flat.device)
+    return torch.stack([flat.norm(), flat @ one, flat @ other])
+
+
+@lru_cache(maxsize=16)
+def _weights(count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two numbers between -1 and 1 for each place."""
+    place = torch.arange(count, dtype=dtype, device=device)
+    return (place * 0.7).cos(), (place * 1.3).sin()
 
 
 def _is_near(one: Any, other: Any) -> bool:
