@@ -224,3 +224,9 @@ def test_torchscript_is_told_why_it_cannot_compile():
         pytest.raises(Exception, match="while a gaff session is open on it"),
     ):
         torch.jit.script(model)
+
+
+def test_a_file_that_is_no_plan_says_so(tmp_path):
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(gaff.RecordError, match="it is none that gaff has written"):
+        gaff.Plan.load(tmp_path / "plan.json")

@@ -60,6 +60,14 @@ def test_a_cross_entropy_that_was_far_too_large_at_first_has_not_jumped(first, i
     assert (RunCase((), 152, 152, {"loss": losses}, guess={"loss": 2.303}).jump is not None) is is_jump
 
 
+@pytest.mark.parametrize(("last", "is_told"), [(0.01, False), (0.9, True)])
+def test_a_run_that_has_converged_had_no_steps_that_were_too_large(last, is_told):
+    losses = curve([1.0, 1.0, 12.0, *[last + (1 - last) * 0.9**step for step in range(200)]])
+    case = RunCase((finding("dead_units", 5), finding("update_large", 1)), 203, 60, {"loss": losses})
+    names = {one.name for one in claims(case)}
+    assert ("learning_rate_too_high" in names) is is_told
+
+
 @pytest.mark.parametrize(("power", "is_told"), [(2.0, True), (0.5, False)])
 def test_a_loss_below_zero_is_without_bound_at_a_hundred_times_where_it_falls_ever_faster(power, is_told):
     losses = curve([-0.2 - 300 * (step / 240) ** power for step in range(240)])

@@ -260,7 +260,8 @@ def steps_too_large(case: RunCase) -> Claim | None:
     jump = case.jump
     harm = case.found("diverging", "exploding", "dead_units", "saturated", "no_signal", "output_constant")
     is_lost = jump is not None and not _has_learned(case, jump[1] / jump[2]) and _stays_up(case, *jump)
-    if rise is None and broken is None and harm is None and not is_lost:
+    has_converged = case.loss is not None and case.loss[1].last < 0.1 * case.loss[1].start
+    if rise is None and broken is None and (harm is None or has_converged) and not is_lost:
         return None  # large steps alone do no harm
     if (rise is None and large is None and jump is None) or case.single.is_search:
         return None

@@ -133,6 +133,8 @@ def load(path: str | PathLike[str]) -> Asked:
 
 def _read(data: Any, tensors: dict[str, Tensor]) -> Asked:
     """The plan in parsed JSON. Raises ValueError, KeyError, TypeError and others where it is none."""
+    if not isinstance(data, dict) or "gaff_plan" not in data:
+        raise ValueError("it is none that gaff has written")
     if type(data["gaff_plan"]) is not int or data["gaff_plan"] != _FORMAT:
         raise ValueError(f"format {data['gaff_plan']!r}, expected {_FORMAT}")
     requests = []

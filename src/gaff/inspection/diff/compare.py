@@ -82,5 +82,5 @@ def _read(value: Any) -> tuple[Any, str]:
 
 
 def _kind(value: Any) -> str:
-    kinds = {"Trace": "trace", "Record": "run", "Store": "harvest"}
+    kinds = {"Trace": "trace", "Record": "run", "SavedRun": "run", "Store": "harvest"}
     return kinds.get(type(value).__name__, type(value).__name__)
