@@ -24,6 +24,7 @@ class Optimizers:
     def __init__(self, given: Iterable[Any], models: Models, *, is_any: bool) -> None:
         self.counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # steps of each
         self.others = 0
+        self._made = 0  # steps that count, also of optimizers that are gone
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
         self._given = list(given)
         self._models = models
@@ -58,14 +59,15 @@ class Optimizers:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one: it was given, or has made a second step, after whose first others could still follow.
+        """Whether there is one: it was given, or this is not the first step of all, after which others may follow.
 
         As they do where each parameter has an optimizer of its own.
         """
-        return self.known == 1 and (len(self._given) == 1 or sum(self.counts.values()) > 1)
+        return self.known == 1 and (len(self._given) == 1 or self._made > 1)
 
     def stepped(self, optimizer: Any) -> bool:
         """Count a step of ``optimizer``; whether it ends a step of the run, being the leader's."""
+        self._made += 1
         self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
         leader = self._leader() if self._leader is not None else None
         if leader is not optimizer:
