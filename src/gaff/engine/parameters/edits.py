@@ -7,6 +7,7 @@ the tensor from the module's table, and find the one that stands there.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -48,7 +49,7 @@ class Swap:
         self._stream = stream
         self._owners = owners
         self._standing: Standing | None = None  # while another stands in
-        self._mark = object()  # at the autograd nodes that made what stood in
+        self._made: deque[int] = deque(maxlen=64)  # sequence numbers of the nodes that made what stood in
         self._again: list[Crossing] = []  # of recomputations in progress
         self._regions: list[tuple[Crossing, int]] = []  # that are recomputed, with their backward passes
         self.crossings: dict[Run, Crossing] = {}  # what was decided when a run in progress began
@@ -176,7 +177,7 @@ class Swap:
             raise PlanError(f"{self._found.site}: {OFFLOADED}, so that nothing can stand in for it")
         new = self._change(tensor, crossing)
         if new.grad_fn is not None:
-            autograd.metadata_of(new.grad_fn)[self._mark] = None
+            self._made.append(autograd.sequence_of(new.grad_fn))
         if new is not tensor:
             self._standing = Standing.of(tensor, self._owners)
             self._standing.add(self, new)
@@ -186,7 +187,7 @@ class Swap:
         if checkpoints.repeats_in_order(node):
             return False
         makers = [onward for onward, _ in node.next_functions if onward is not None]
-        return any(self._mark in autograd.metadata_of(maker) for maker in makers)
+        return any(autograd.sequence_of(maker) in self._made for maker in makers)
 
     def _change(self, tensor: Tensor, crossing: Crossing) -> Tensor:
         """The edited value, with an autograd graph, in the parameter's precision, unseen by modes and checkpoints."""
