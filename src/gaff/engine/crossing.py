@@ -14,7 +14,7 @@ class Crossing:
     recomputation, by a checkpoint, of that call. ``memo`` holds what edits decided in the first pass, each under itself
     as key, and is the same in each recomputation; None as long as nothing may repeat the call, so that ordinary calls
     keep nothing. ``waits``: something may run the call again and make the autograd graph that lasts. Holds no value,
-    but a few elements, ``passed``, where only these tell which call a recomputation repeats.
+    but a few numbers of it, ``passed``, where only these tell which call a recomputation repeats.
     """
 
     __slots__ = ("call", "has_graph", "is_again", "memo", "passed", "run", "waits")

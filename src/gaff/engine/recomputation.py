@@ -190,7 +190,8 @@ class Replay:
         if ends.first > ends.last or passing is None:
             return None
         now = passed.traits_of(passing)
-        fitting = [at for at in {ends.first: 0, ends.last: 0} if passed.is_alike(calls[at].passed, now)]
+        known_at = {at: calls[at].passed for at in (ends.first, ends.last)}  # None of what compiled code has told
+        fitting = [at for at, told in known_at.items() if told is not None and passed.is_alike(told, now)]
         if not fitting:
             return None
         at = fitting[-1] if ends.is_reversed else fitting[0]
