@@ -21,6 +21,10 @@ def clipping(**limits):
     return gaff.clip_gradients(torch.optim.SGD(model().parameters(), lr=0.1), **limits)
 
 
+def traced():
+    return gaff.trace(model(), torch.ones(1, 4))
+
+
 REFUSED = {
     "rows by a mask": (lambda: keep.rows(MASK), PlanError, "of a mask, mask.nonzero"),
     "rows by a mask of NumPy": (lambda: keep.rows(MASK.numpy()), PlanError, "of a mask"),
@@ -76,6 +80,14 @@ REFUSED = {
         lambda: gaff.trace(model(), torch.ones(1, 4)).save("/nonexistent/a.json"), RecordError, "cannot be written"),
     "an anatomy to nowhere": (
         lambda: gaff.anatomy(model(), torch.ones(1, 4)).save("/nonexistent/a.json"), RecordError, "cannot be written"),
+    "a trace as a table": (
+        lambda: gaff.trace(model(), torch.ones(1, 4)).save("never.csv"), PlanError, r"expected .* \.json or \.html"),
+    "an anatomy as pixels": (
+        lambda: gaff.anatomy(model(), torch.ones(1, 4)).save("never.PNG"), PlanError, r"expected .* \.json or \.svg"),
+    "a difference as text": (
+        lambda: gaff.diff(traced(), traced()).save("never.txt"), PlanError, r"\.txt cannot be written"),
+    "a size of truth": (lambda: keep.project(torch.tensor(True)), PlanError, r"projection onto tensor\(True\)"),
+    "a run by truth": (lambda: gaff.capture(model(), "0").run(np.True_), PlanError, "expected the number of a run"),
 }  # fmt: skip
 
 
@@ -93,6 +105,22 @@ def test_numbers_of_numpy_and_torch_are_places_like_python_s():
         assert keep.rows(several) == keep.rows([0, 2])
         assert keep.heads(several, 4) == keep.heads([0, 2], 4)
     gaff.Plan.of("0", reduce=keep.rows(torch.tensor([0, 1]))).to_json()
+
+
+def test_numbers_of_numpy_are_counts_like_python_s(tmp_path):
+    net, x, two = model(), torch.randn(3, 4), np.int64(2)
+    with gaff.capture(net, "0", last=two, budget=two * 1000) as got:
+        for _ in range(3):
+            net(x)
+    assert len(got.all("0")) == 2
+    assert torch.equal(got.run(two)["0"], net[0](x))
+    assert keep.project(two) == keep.project(2)
+    assert repr(edits.noise(1.0, seed=two)) == repr(edits.noise(1.0, seed=2))
+    clipping(norm=1.0, deviations=2.0, warmup=two).remove()
+    with gaff.watch(net, every=two):
+        pass
+    store = gaff.harvest(net, [x, x, x], "0", out=tmp_path / "store", shard=two)
+    assert [len(batch) for batch in store.loader("0", batch=two, shuffle=two)] == [2, 2, 2, 2, 1]
 
 
 @pytest.mark.parametrize(("only", "words"), [((), "not given to gaff.watch"), (["nope*"], "leave no module")])

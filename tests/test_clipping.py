@@ -496,7 +496,7 @@ def test_a_removed_handle_leaves_nothing():
         ({"norm": 1.0, "views": ("w",)}, "views='w' is no parameter of the optimizer"),
         ({"norm": 1.0, "norm_type": "abc"}, "norm_type='abc' is no norm"),
         ({"norm": True}, "norm=True is no limit"),
-        ({"deviations": 2.0, "window": 30.5}, "expected numbers of steps"),
+        ({"deviations": 2.0, "window": 30.5}, "window=30.5: expected a number of steps"),
         ({"norm": 1.0, "spike": "skip"}, "spike='skip' needs deviations="),
         ({"value": 1.0, "when": "backward", "views": "weight"}, "expected when='step'"),
         ({"norm": 1.0, "model": 3}, "expected a model"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 
@@ -47,6 +48,19 @@ class RecordError(GaffError):
 def note(error: BaseException, text: str) -> None:
     """Add a line below the message of an exception, as ``add_note`` of Python 3.11 does; its arguments stay."""
     error.__notes__ = [*getattr(error, "__notes__", ()), text]  # type: ignore[attr-defined]  # of Python 3.11
+
+
+def whole_number(value: Any, least: int | None = None) -> int | None:
+    """A whole number of Python's, NumPy's or of a tensor that holds one, as Python's own.
+
+    None for anything else, truth values among it, and for what lies below ``least``.
+    """
+    is_truth = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+    try:
+        number = None if is_truth else operator.index(value)
+    except TypeError:
+        return None
+    return None if number is None or (least is not None and number < least) else number
 
 
 def need_truth(value: object, name: str) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gaff.compat import elements
 from gaff.compat.modes import beside, outside_modes, without_autocast
-from gaff.errors import PlanError
+from gaff.errors import PlanError, whole_number
 
 Index = int | slice | tuple[int, ...]
 
@@ -142,8 +142,9 @@ class Projection:
     dim: int = -1
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+        if (size := whole_number(self.size, 1)) is None:
             raise PlanError(f"a projection onto {self.size!r} numbers: expected 1 or more")
+        object.__setattr__(self, "size", size)
 
     def __call__(self, tensor: Tensor) -> Tensor:
         _need_dim(tensor, self.dim)

@@ -39,11 +39,11 @@ def run(options: argparse.Namespace) -> int:
     """Run the batch with the weights of its step, and tell what was found; exit code 3 where that is a NaN or inf."""
     from gaff.cli.models import load_model
     from gaff.cli.printing import print_data
-    from gaff.cli.report import need_numpy
+    from gaff.cli.report import need_page
     from gaff.inspection.nonfinite.rerun import run_again
 
     if options.html:
-        need_numpy("--html")
+        need_page("--html", options.html)
     kept = _choose(options)
     model = load_model(options.model).model
     kept.restore(model)

@@ -38,9 +38,12 @@ def run(options: argparse.Namespace) -> int:
     from gaff.cli.printing import print_text, show
     from gaff.cli.report import need_page
     from gaff.cli.tensors import loss_of
+    from gaff.inspection.writing import ending
 
     if options.html:
         need_page("--html", options.html)
+    if options.out:
+        ending(options.out, ".json", ".html", ".htm")
     loaded = load_model(options.model)
     args, kwargs = load_inputs(options.input, loaded)
     backward: Any = loss_of(options)

@@ -24,7 +24,7 @@ from gaff.edits.arithmetic import Add, Clamp, Clip, Fill, Noise, Project, Quanti
 from gaff.edits.event import Call, Edit, Event, need_callable, with_event
 from gaff.edits.places import At, Chain, Skip, When, as_edit, numbers_of
 from gaff.edits.sources import Ablate, Patch, Replace, Source, pairs_of
-from gaff.errors import PlanError, need_truth
+from gaff.errors import PlanError, need_truth, whole_number
 from gaff.keep import Heads, Part
 
 __all__ = [
@@ -265,9 +265,9 @@ def _need_number(value: Any, name: str) -> Any:
 
 def _need_whole(value: Any, name: str) -> int:
     """A whole number of Python's. Raises PlanError for anything else, truth values included."""
-    if not isinstance(value, Integral) or isinstance(value, bool):
+    if (number := whole_number(value)) is None:
         raise PlanError(f"{name}={value!r:.60} is no number: expected an integer")
-    return int(value)
+    return number
 
 
 def _need_factor(value: Any, name: str) -> Any:

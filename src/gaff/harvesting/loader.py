@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from gaff.compat import distributed
-from gaff.errors import PlanError
+from gaff.errors import PlanError, whole_number
 
 _RUN = 64  # rows that lie side by side and are read together
 _POOL = 1024  # such runs that are mixed row by row
@@ -41,13 +41,14 @@ class RowLoader(IterableDataset[Any]):
     """
 
     def __init__(self, columns: Mapping[str, Gathered], *, batch: int, shuffle: int | None) -> None:
-        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        if (size := whole_number(batch, 1)) is None:
             raise PlanError(f"batch={batch!r} is no number of rows: expected 1 or more")
-        if isinstance(shuffle, bool) or not isinstance(shuffle, int | None):
+        seed = None if shuffle is None else whole_number(shuffle)
+        if seed is None and shuffle is not None:
             raise PlanError(f"shuffle={shuffle!r} is no seed: expected a number, or None for the order of the store")
         self._columns = dict(columns)
         self._rows = len(next(iter(self._columns.values())))
-        self._batch, self._seed = batch, shuffle
+        self._batch, self._seed = size, seed
         self._epoch = self._done = self._begin = 0
 
     def set_epoch(self, epoch: int) -> None:

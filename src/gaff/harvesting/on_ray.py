@@ -19,7 +19,7 @@ import torch
 
 from gaff.compat import distributed
 from gaff.compat.extras import need
-from gaff.errors import GaffError, PlanError, RecordError
+from gaff.errors import GaffError, PlanError, RecordError, whole_number
 from gaff.harvesting import manifest
 from gaff.harvesting.batches import BatchSource, LoaderSource, Numbered
 from gaff.harvesting.folder import Folder
@@ -53,8 +53,7 @@ class OnRay:
     gpus: float = 0
 
     def __post_init__(self) -> None:
-        is_count = isinstance(self.workers, int) and not isinstance(self.workers, bool)
-        if self.workers is not None and (not is_count or self.workers < 1):
+        if self.workers is not None and whole_number(self.workers, 1) is None:
             raise PlanError(f"workers={self.workers!r}: expected 1 or more, or None")
         if self.cpus <= 0 or self.gpus < 0:
             raise PlanError(f"cpus={self.cpus!r}, gpus={self.gpus!r}: expected some of a CPU, and no less than no GPU")

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from gaff.errors import PlanError, need_truth
+from gaff.errors import PlanError, need_truth, whole_number
 from gaff.harvesting.rows import Rows, is_reserved
 from gaff.harvesting.values import Loss
 from gaff.sessions.plan import Plan
@@ -44,10 +44,12 @@ class HarvestOptions:
             raise PlanError(f"rows={self.rows!r} is not known: expected 'sample', 'token', 'position' or a function")
         if self.nonfinite not in get_args(NonFinite):
             raise PlanError(f"nonfinite={self.nonfinite!r} is not known: expected 'count', 'mark' or 'refuse'")
-        if isinstance(self.shard, bool) or not isinstance(self.shard, int) or self.shard < 1:
+        if (shard := whole_number(self.shard, 1)) is None:
             raise PlanError(f"shard={self.shard!r} is no number of batches: expected 1 or more")
-        if self.top is not None and (isinstance(self.top, bool) or not isinstance(self.top, int) or self.top < 1):
+        object.__setattr__(self, "shard", shard)
+        if self.top is not None and whole_number(self.top, 1) is None:
             raise PlanError(f"top={self.top!r} is no number of numbers: expected 1 or more, or None")
+        object.__setattr__(self, "top", whole_number(self.top))
         if self.mask is not None and self.rows != "token":
             raise PlanError(f"mask={self.mask!r} is for rows='token': expected that, or no mask")
         self._check_kinds()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from gaff.errors import PlanError
+from gaff.errors import PlanError, whole_number
 
 _TOKENS, _MASK = "input_ids", "attention_mask"
 _KNOWN = (_TOKENS, _MASK, "token_type_ids", "position_ids")
@@ -71,10 +71,10 @@ def known_inputs(model: nn.Module) -> Callable[[dict[str, Tensor]], dict[str, Te
 
 def by_length(lengths: Sequence[int], batch: int) -> list[list[int]]:
     """The numbers of the samples of each batch, shortest first; samples of one length stay in their order."""
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+    if (size := whole_number(batch, 1)) is None:
         raise PlanError(f"batch={batch!r} is no number of samples: expected 1 or more")
     order = sorted(range(len(lengths)), key=lambda number: lengths[number])
-    return [order[start : start + batch] for start in range(0, len(order), batch)]
+    return [order[start : start + size] for start in range(0, len(order), size)]
 
 
 class OnDemand(Dataset[Any]):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from gaff.errors import RecordError
-from gaff.inspection.writing import number_of, worded, write_text
+from gaff.inspection.writing import ending, number_of, worded, write_text
 from gaff.record.node_rows import Edge, NodeRow
 from gaff.views import anatomy_svg, anatomy_text
 
@@ -76,9 +75,9 @@ class Anatomy:
     def save(self, path: str | PathLike[str]) -> None:
         """Write a picture where the name ends in ``.svg``, else JSON, which ``gaff.load`` reads.
 
-        Raises RecordError where the file cannot be written.
+        Raises PlanError for a name of another format, such as ``.png``, RecordError where the file cannot be written.
         """
-        text = self.to_svg() if Path(path).suffix.lower() == ".svg" else self.to_json()
+        text = self.to_svg() if ending(path, ".json", ".svg") == ".svg" else self.to_json()
         write_text(path, text + "\n")
 
 

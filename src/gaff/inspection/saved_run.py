@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from gaff.compat import extras
-from gaff.inspection.writing import write_text
+from gaff.inspection.writing import ending, write_text
 from gaff.record.run import Record
 from gaff.views.notebook import Shown, framed
 from gaff.views.run_html import FindingList, run_cell
@@ -40,5 +40,9 @@ class SavedRun(Record):
         return framed(self.to_html(rank=rank), height)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the page to a file. Raises as ``to_html``, and RecordError where the file cannot be written."""
+        """Write the page to a file. Raises as ``to_html``, and RecordError where the file cannot be written.
+
+        Raises PlanError for a name of another format, such as ``.json``.
+        """
+        ending(path, ".html", ".htm")
         write_text(path, self.to_html())

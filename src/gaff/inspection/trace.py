@@ -15,7 +15,7 @@ from typing import Any
 
 from gaff.compat import extras
 from gaff.errors import PlanError, RecordError, SiteError
-from gaff.inspection.writing import number_of, worded, write_text
+from gaff.inspection.writing import ending, number_of, worded, write_text
 from gaff.record.picture import Picture
 from gaff.record.trace_rows import (
     CallRow,
@@ -150,9 +150,10 @@ class Trace:
     def save(self, path: str | PathLike[str]) -> None:
         """Write a page where the name ends in ``.html``, else JSON, which ``load`` reads.
 
-        A page needs numpy: PlanError without. Raises RecordError where the file cannot be written.
+        A page needs numpy: PlanError without, as for a name of another format, such as ``.csv``. Raises RecordError
+        where the file cannot be written.
         """
-        is_page = Path(path).suffix.lower() in (".html", ".htm")
+        is_page = ending(path, ".json", ".html", ".htm") in (".html", ".htm")
         text = self.to_html() if is_page else self.to_json()
         write_text(path, text + "\n")
 

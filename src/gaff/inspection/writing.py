@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import math
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 from gaff.compat.files import replacing
-from gaff.errors import RecordError
+from gaff.errors import PlanError, RecordError
+
+_FORMATS = {".csv", ".gif", ".htm", ".html", ".jpeg", ".jpg", ".json", ".md", ".npy", ".npz", ".pdf", ".pkl", ".png",
+            ".pt", ".pth", ".safetensors", ".svg", ".tsv", ".txt", ".xlsx"}  # fmt: skip
+
+
+def ending(path: str | PathLike[str], *known: str) -> str:
+    """How a name ends, as ``.json``, in lower case. Raises PlanError for a format that is not among the ``known``."""
+    found = Path(path).suffix.lower()
+    if found in _FORMATS and found not in known:
+        choice = " or ".join(known)
+        raise PlanError(f"{fspath(path)!r}: {found} cannot be written: expected a name that ends in {choice}")
+    return found
 
 
 def write_text(path: str | PathLike[str], text: str) -> None:

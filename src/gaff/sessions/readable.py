@@ -14,7 +14,7 @@ from gaff.address.grammar import Site
 from gaff.address.nested import describe
 from gaff.compat import distributed
 from gaff.compat.placements import UNKNOWN_PART, is_equal_everywhere, placement_of, whole_of
-from gaff.errors import PlanError, SiteError
+from gaff.errors import PlanError, SiteError, whole_number
 from gaff.sessions.exact import Kept, Refused
 from gaff.sessions.reading import Reading, Wanted
 from gaff.sessions.receipt import Receipt
@@ -71,12 +71,12 @@ class Readable(Mapping[str, Any]):
         Nothing is looked up yet: a number without a run raises SiteError when a value is read. Raises SiteError where
         these are the events of another run already, PlanError for what is no number.
         """
-        if index is not None and (isinstance(index, bool) or not isinstance(index, int)):
+        if (number := whole_number(index)) is None and index is not None:
             raise PlanError(f"run({index!r}): expected the number of a run, from 0, or None for all")
         reading = self._reading()
-        if reading.index not in (None, index) and index is not None:
+        if reading.index not in (None, number) and number is not None:
             raise SiteError(f"run({index}): these are the events of run {reading.index} alone: ask the capture")
-        return RunView(reading if index is None else replace(reading, index=index))
+        return RunView(reading if number is None else replace(reading, index=number))
 
     def all(self, address: Wanted) -> list[Any]:
         """Every value of a site, in order of run, call and backward pass.

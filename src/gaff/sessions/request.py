@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gaff.address.grammar import Address, Pattern, Site, parse
 from gaff.address.resolve import Found
 from gaff.edits.event import Edit
-from gaff.errors import PlanError, need_truth
+from gaff.errors import PlanError, need_truth, whole_number
 
 Reducer = Callable[[Tensor], Tensor]
 Threads = Literal["own", "all"]
@@ -94,8 +94,9 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("clone", "reference", "graph", "check_finite"):
             need_truth(getattr(self, name), name)
-        if self.last is not None and (isinstance(self.last, bool) or not isinstance(self.last, int) or self.last < 1):
+        if self.last is not None and whole_number(self.last, 1) is None:
             raise PlanError(f"last={self.last!r} keeps nothing: expected a number of events per site, 1 or more")
+        object.__setattr__(self, "last", whole_number(self.last))
         if self.threads not in _THREADS:
             raise PlanError(f"threads={self.threads!r} is not known: expected one of {', '.join(map(repr, _THREADS))}")
         if self.evict not in _EVICT:
@@ -157,9 +158,9 @@ def parse_bytes(size: int | str) -> int:
     Raises PlanError for anything that is not positive, or no size.
     """
     if not isinstance(size, str):
-        if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+        if (given := whole_number(size, 1)) is None:
             raise PlanError(f"budget={size!r} leaves no room: expected a positive number of bytes, or '4GB'")
-        return size
+        return given
     units = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 1024, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "B": 1}
     text = size.strip().upper()
     for unit, factor in units.items():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, TypedDict
 
-from gaff.errors import PlanError
+from gaff.errors import PlanError, whole_number
 
 
 class ClippingLimits(TypedDict, total=False):
@@ -92,5 +92,7 @@ class Limits:
             raise PlanError(f"norm_type={self.norm_type!r} is no norm: expected a positive number, or inf") from None
         if not self.norm_type > 0:  # of others a NaN or inf may be finite
             raise PlanError(f"norm_type={self.norm_type:g} is no norm: expected a positive number, or inf")
-        if not (isinstance(self.warmup, int) and isinstance(self.window, int)):
-            raise PlanError(f"warmup={self.warmup!r}, window={self.window!r}: expected numbers of steps")
+        for name in ("warmup", "window"):
+            if (steps := whole_number(getattr(self, name))) is None:
+                raise PlanError(f"{name}={getattr(self, name)!r}: expected a number of steps")
+            object.__setattr__(self, name, steps)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gaff.address.grammar import parse_site
-from gaff.errors import PlanError
+from gaff.errors import PlanError, whole_number
 from gaff.views.text import bytes_text, count_text, counted, fold, table
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ def _down_to(trace: Traced, depth: int | None) -> tuple[Sequence[CallRow], list[
     """
     if depth is None:
         return trace.rows, []
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+    if (below := whole_number(depth, 0)) is None:
         raise PlanError(f"depth={depth}: expected 0 for the model alone, or a number of levels below it")
-    deepest = depth + min((row.depth for row in trace.rows), default=0)
+    deepest = below + min((row.depth for row in trace.rows), default=0)
     sizes = [(parse_site(one.site).path, one.elements) for one in trace.parameters]
     known: list[CallRow] = []
     for row, after in zip(trace.rows, [*trace.rows[1:], None], strict=True):

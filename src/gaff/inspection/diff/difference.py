@@ -11,11 +11,10 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from gaff.compat import extras
-from gaff.inspection.writing import write_text
+from gaff.inspection.writing import ending, write_text
 from gaff.views.notebook import Shown, cell, colored, framed, safe, table_html
 from gaff.views.run_text import number
 from gaff.views.text import table
@@ -170,8 +169,11 @@ class Difference:
         return document(self.to_dict()).to_html()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a page where the name ends in ``.html``, else JSON. Raises RecordError where that cannot be."""
-        is_page = Path(path).suffix.lower() in (".html", ".htm")
+        """Write a page where the name ends in ``.html``, else JSON. Raises RecordError where that cannot be.
+
+        Raises PlanError for a name of another format, such as ``.csv``.
+        """
+        is_page = ending(path, ".json", ".html", ".htm") in (".html", ".htm")
         write_text(path, self.to_html() if is_page else self.to_json() + "\n")
 
     def _repr_html_(self) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from gaff.errors import PlanError, need_truth
+from gaff.errors import PlanError, need_truth, whole_number
 from gaff.views.text import printable
 
 if TYPE_CHECKING:
@@ -83,10 +83,9 @@ class Settings:
             if not all(isinstance(one, str) for one in value):
                 raise PlanError(f"{name}={value!r:.60}: expected a list of patterns as text, such as ['layer4.*']")
             object.__setattr__(self, name, tuple(value))
-        if self.every is not None and (
-            isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1
-        ):
+        if self.every is not None and whole_number(self.every, 1) is None:
             raise PlanError(f"every={self.every!r}: expected a number of steps, 1 or more")
+        object.__setattr__(self, "every", whole_number(self.every))
         if not isinstance(self.budget, (int, float)) or not 0 < self.budget < 1:
             raise PlanError(f"budget={self.budget!r}: expected a share of the time between 0 and 1, such as 0.01")
         if not isinstance(self.interval_s, (int, float)) or self.interval_s <= 0:
