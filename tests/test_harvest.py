@@ -725,6 +725,15 @@ def test_what_has_other_positions_than_the_tokens_is_refused(tmp_path):
         gaff.harvest(Pooled(), [{"input_ids": torch.ones(2, 5).long()}], "head", out=tmp_path / "acts", rows="token")
 
 
+def test_features_are_not_taken_for_positions(tmp_path):
+    """Of a plain batch nothing tells what the second dimension of ``[samples, features]`` is."""
+    data = [torch.randn(2, 4)]
+    with pytest.raises(gaff.SiteError, match=r"0: has shape \[2, 8\], and nothing in the batch tells"):
+        gaff.harvest(net(), data, "0", out=tmp_path / "acts", rows="token")
+    reduce = partial(torch.unsqueeze, dim=-1)
+    assert gaff.harvest(net(), data, "0", out=tmp_path / "b", rows="token", reduce=reduce)["0"].shape == (16, 1)
+
+
 def test_a_site_and_a_label_of_one_name(tmp_path):
     model = nn.ModuleDict({"sample": nn.Linear(4, 3)})
     model.forward = lambda x: model["sample"](x)

@@ -65,6 +65,12 @@ class Selection:
         leading = tuple(value.shape[: self._dims])
         if self._mask is None and value.dim() >= self._dims and leading[0] == self._size:
             if len(self._shape) < self._dims:
+                if value.dim() == self._dims:
+                    raise SiteError(
+                        f"{address}: has shape {list(value.shape)}, and nothing in the batch tells whether its second "
+                        f"dimension is positions, of which rows={self._rows!r} would make a row of one number each: "
+                        "expected rows='sample', or reduce=lambda x: x.unsqueeze(-1) where they are positions"
+                    )
                 self._shape = leading  # of the first value: what follows must be like it
             if leading == self._shape:
                 return value.flatten(0, self._dims - 1).cpu() if self._dims > 1 else value.cpu()
