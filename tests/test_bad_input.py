@@ -25,6 +25,13 @@ def traced():
     return gaff.trace(model(), torch.ones(1, 4))
 
 
+def captured():
+    net = model()
+    with gaff.capture(net, "0") as got:
+        net(torch.ones(1, 4))
+    return got
+
+
 REFUSED = {
     "rows by a mask": (lambda: keep.rows(MASK), PlanError, "of a mask, mask.nonzero"),
     "rows by a mask of NumPy": (lambda: keep.rows(MASK.numpy()), PlanError, "of a mask"),
@@ -80,6 +87,11 @@ REFUSED = {
         lambda: gaff.trace(model(), torch.ones(1, 4)).save("/nonexistent/a.json"), RecordError, "cannot be written"),
     "an anatomy to nowhere": (
         lambda: gaff.anatomy(model(), torch.ones(1, 4)).save("/nonexistent/a.json"), RecordError, "cannot be written"),
+    "a name that is too long": (lambda: gaff.load("a" * 300), RecordError, "is not there"),
+    "a harvest to a name that is too long": (
+        lambda: gaff.harvest(model(), [torch.ones(2, 4)], "0", out="/tmp/" + "a" * 300), RecordError,
+        "cannot be written: File name too long"),
+    "a capture to no name": (lambda: captured().save("a\0b.safetensors"), RecordError, "embedded null byte"),
     "a trace as a table": (
         lambda: gaff.trace(model(), torch.ones(1, 4)).save("never.csv"), PlanError, r"expected .* \.json or \.html"),
     "an anatomy as pixels": (

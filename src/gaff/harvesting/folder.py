@@ -36,13 +36,14 @@ class Folder:
 
     def holds(self, path: str) -> bool:
         """Whether there is a file of that path."""
-        return (self.path / path).exists()
+        return os.path.exists(self.path / path)
 
     def names(self) -> list[str]:
         """What is there at the top. Raises PlanError where there is a file instead of a folder."""
-        if self.path.exists() and not self.path.is_dir():
+        is_there = os.path.exists(self.path)
+        if is_there and not self.path.is_dir():
             raise PlanError(f"{str(self)!r} is a file: expected a new folder, or that of a harvest")
-        found = [one.name for one in self.path.iterdir()] if self.path.exists() else []
+        found = [one.name for one in self.path.iterdir()] if is_there else []
         return [name for name in found if not name.startswith(".")]
 
     def shards(self) -> list[int]:

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any
 
+from gaff.compat.files import write_text
 from gaff.errors import RecordError
-from gaff.inspection.writing import ending, number_of, worded, write_text
+from gaff.inspection.writing import ending, number_of, worded
 from gaff.record.node_rows import Edge, NodeRow
 from gaff.views import anatomy_svg, anatomy_text
 

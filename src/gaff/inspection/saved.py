@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -78,7 +79,7 @@ def load(path: str | PathLike[str], kind: str | None = None) -> Any:
 
 def _read(path: Path) -> tuple[str, SavedRun | Trace | Anatomy | SavedCapture | Store]:
     """What is at ``path``, with its kind."""
-    if not path.exists():
+    if not os.path.exists(path):  # also where the name is too long for one
         raise RecordError(f"{str(path)!r} is not there: expected the folder of a run, or a file that gaff has saved")
     if path.is_dir():
         return _folder(path)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from gaff.compat import extras
-from gaff.inspection.writing import ending, write_text
+from gaff.compat.files import write_text
+from gaff.inspection.writing import ending
 from gaff.record.run import Record
 from gaff.views.notebook import Shown, framed
 from gaff.views.run_html import FindingList, run_cell

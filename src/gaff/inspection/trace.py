@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from gaff.compat import extras
+from gaff.compat.files import write_text
 from gaff.errors import PlanError, RecordError, SiteError
-from gaff.inspection.writing import ending, number_of, worded, write_text
+from gaff.inspection.writing import ending, number_of, worded
 from gaff.record.picture import Picture
 from gaff.record.trace_rows import (
     CallRow,

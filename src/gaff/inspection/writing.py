@@ -1,4 +1,4 @@
-"""Writing what ``gaff`` tells: as JSON that any reader takes, and to a file that the user names."""
+"""Writing what ``gaff`` tells: as JSON that any reader takes, and the names of files that it goes to."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from gaff.compat.files import replacing
-from gaff.errors import PlanError, RecordError
+from gaff.errors import PlanError
 
 _FORMATS = {".csv", ".gif", ".htm", ".html", ".jpeg", ".jpg", ".json", ".md", ".npy", ".npz", ".pdf", ".pkl", ".png",
             ".pt", ".pth", ".safetensors", ".svg", ".tsv", ".txt", ".xlsx"}  # fmt: skip
@@ -21,19 +20,6 @@ def ending(path: str | PathLike[str], *known: str) -> str:
         choice = " or ".join(known)
         raise PlanError(f"{fspath(path)!r}: {found} cannot be written: expected a name that ends in {choice}")
     return found
-
-
-def write_text(path: str | PathLike[str], text: str) -> None:
-    """Write ``text`` as UTF-8, in place of what the file held. Raises RecordError where it cannot be written.
-
-    A file gets its place as a whole; a pipe or device is written to. Characters that UTF-8 cannot hold (lone surrogates
-    in the name of a file) are written as ``?``.
-    """
-    try:
-        with replacing(path) as made:
-            made.write_bytes(text.encode(errors="replace"))
-    except OSError as error:
-        raise RecordError(f"{fspath(path)!r} cannot be written: {error.strerror}") from None
 
 
 def worded(value: Any) -> Any:

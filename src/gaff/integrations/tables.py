@@ -120,13 +120,10 @@ def _write(
         raise RecordError(f"{str(path)!r}: it is no ordinary file: expected the path of one")
     rows = chain(scalars(record), numbers(record, sites=sites, stats=stats))
     lines = [json.dumps(_plain(one.to_dict())) + "\n" for one in record.findings]
-    try:
-        with replacing(path) as made:
-            count = write(rows, made)
-        with replacing(findings_path(path)) as made:
-            made.write_text("".join(lines), encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise RecordError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+    with replacing(path) as made:
+        count = write(rows, made)
+    with replacing(findings_path(path)) as made:
+        made.write_text("".join(lines), encoding="utf-8", newline="\n")
     return count
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gaff.compat import extras
 from gaff.compat.files import replacing
-from gaff.errors import PlanError, RecordError
+from gaff.errors import PlanError
 from gaff.sessions.reading import Reading, ReadSite
 from gaff.sessions.receipt import Receipt
 from gaff.sessions.saved_values import Packing
@@ -69,11 +69,8 @@ def write(
     metadata["gaff_checksum"] = checksum_of(text, packing.tensors)
     if len(metadata["gaff_capture"]) + sum(len(name) + 120 for name in packing.tensors) > _MOST_HEADER:
         raise PlanError(f"{len(packing.tensors)} tensors are too many for one file: keep fewer events, as by last=")
-    try:
-        with replacing(path) as made:
-            package.save_file(packing.tensors, str(made), metadata=metadata)
-    except (OSError, failure) as error:
-        raise RecordError(f"{str(path)!r} cannot be written: {error}") from error
+    with replacing(path, failure, ValueError) as made:
+        package.save_file(packing.tensors, str(made), metadata=metadata)
 
 
 def checksum_of(text: str, tensors: Mapping[str, Tensor]) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from gaff import keep as keep_part
 from gaff.address.grammar import Pattern, Site, parse
 from gaff.compat import elements, extras
-from gaff.compat.files import replacing
+from gaff.compat.files import replacing, write_text
 from gaff.edits import files as edit_part
 from gaff.errors import GaffError, PlanError, RecordError
 from gaff.sessions.request import Options, Reducer, Request, read_options
@@ -93,18 +93,13 @@ def save(requests: Sequence[Request], options: Options, path: str | PathLike[str
     text = to_json(requests, options, tensors)
     if tensors:
         text = json.dumps({**json.loads(text), "digest": digest_of(requests, options)}, indent=1)
-    failure: Any = OSError
-    try:
-        if tensors:
-            whole = {name: _whole(name, tensor) for name, tensor in tensors.items()}
-            library = extras.need("safetensors.torch", "files", for_="a plan with tensors")
-            failure = extras.need("safetensors").SafetensorError
-            with replacing(f"{path}{_TENSORS}") as made:
-                library.save_file(whole, str(made))
-        with replacing(path) as made:
-            made.write_text(text + "\n", encoding="utf-8")
-    except (OSError, failure) as error:
-        raise RecordError(f"plan {str(path)!r} cannot be written: {error}") from error
+    if tensors:
+        whole = {name: _whole(name, tensor) for name, tensor in tensors.items()}
+        library = extras.need("safetensors.torch", "files", for_="a plan with tensors")
+        failure = extras.need("safetensors").SafetensorError
+        with replacing(f"{path}{_TENSORS}", failure) as made:
+            library.save_file(whole, str(made))
+    write_text(path, text + "\n")
 
 
 def load(path: str | PathLike[str]) -> Asked:

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gaff.compat import extras
-from gaff.inspection.writing import ending, write_text
+from gaff.compat.files import write_text
+from gaff.inspection.writing import ending
 from gaff.views.notebook import Shown, cell, colored, framed, safe, table_html
 from gaff.views.run_text import number
 from gaff.views.text import table

@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-from gaff.errors import RecordError
+from gaff.compat.files import write_text
 from gaff.views.page.chunks import Chunks
 
 FORMAT = 1
@@ -57,16 +56,8 @@ class Document:
         return page(str(self.head["title"]), self.head_json(), "\n".join(data), kind=str(self.head["kind"]))
 
     def save(self, path: str | os.PathLike[str]) -> int:
-        """Write the page, and return its size in bytes. Raises RecordError where it cannot be written.
-
-        Characters that UTF-8 cannot hold (lone surrogates in the name of a file) are written as ``?``.
-        """
-        text = self.to_html().encode(errors="replace")
-        try:
-            Path(path).write_bytes(text)
-        except OSError as error:
-            raise RecordError(f"{os.fspath(path)!r} cannot be written: {error.strerror}") from None
-        return len(text)
+        """Write the page, and return its size in bytes. Raises RecordError where it cannot be written."""
+        return write_text(path, self.to_html())
 
 
 def page(title: str, head: str, data: str, *, kind: str = "training", connect: str = "'none'") -> str:

@@ -9,9 +9,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 
-from gaff.errors import RecordError
+from gaff.compat.files import write_text
 from gaff.version import __version__
 from gaff.views.page.document import asset
 
@@ -85,12 +84,7 @@ class HarvestTold:
 
 def save(told: HarvestTold, path: str | os.PathLike[str]) -> int:
     """Write the page, and return its size in bytes. Raises RecordError where it cannot be written."""
-    text = to_html(told).encode(errors="replace")
-    try:
-        Path(path).write_bytes(text)
-    except OSError as error:
-        raise RecordError(f"{os.fspath(path)!r} cannot be written: {error.strerror}") from None
-    return len(text)
+    return write_text(path, to_html(told))
 
 
 def to_html(told: HarvestTold) -> str:
