@@ -230,3 +230,18 @@ def test_where_there_is_no_float64_sums_are_in_float32(monkeypatch, tmp_path):
     assert trace
     assert gaff.load(tmp_path / "run").latest("0.weight:param")["norm"] == pytest.approx(weight.norm().item(), rel=1e-6)
     assert elements.wide_type(x) is torch.float64
+
+
+@pytest.mark.parametrize("kind", [torch.quint8, torch.qint8, torch.qint32])
+def test_numbers_keep_their_fraction_in_quantised_tensors(kind):
+    """They are no integers, though they are not floating either."""
+    model, value = nn.Sequential(nn.Identity()), BASE.abs()
+    given = torch.quantize_per_tensor(value, 0.1, 0, kind)
+    for edit, truth in ((edits.clamp(0.6, 1.4), value.clamp(0.6, 1.4)), (edits.fill(1.8), value * 0 + 1.8)):
+        with gaff.edit(model, {"0": edit}):
+            assert torch.allclose(model(given).dequantize(), truth)
+    far = 1e12 if kind == torch.qint32 else 100.0
+    for number in (far, float("nan")):
+        refused = pytest.raises(gaff.PlanError, match=f"fill with .* is out of the range of {kind}")
+        with refused, gaff.edit(model, {"0": edits.fill(number)}):
+            model(given)

@@ -230,3 +230,53 @@ def test_a_file_that_is_no_plan_says_so(tmp_path):
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(gaff.RecordError, match="it is none that gaff has written"):
         gaff.Plan.load(tmp_path / "plan.json")
+
+
+class HalfCalled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.a(x)
+
+
+ALIKE = {
+    "modules": lambda m: (m.a, m.b),
+    "predicates": lambda m: (lambda site: site.path == "a", lambda site: site.path == "b"),
+}
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+def test_patterns_that_read_alike_are_told_apart(kind):
+    """What acted of one module or predicate says nothing of another of the same name."""
+    model, x = HalfCalled(), torch.randn(1, 2)
+    first, second = ALIKE[kind](model)
+    with pytest.raises(gaff.NeverFiredError, match=", 2>' never fired"), gaff.capture(model, first, second):
+        model(x)
+    with (
+        pytest.raises(gaff.NeverFiredError, match=", 2>' never fired"),
+        gaff.edit(model, {first: edits.scale(2.0), second: edits.scale(3.0)}),
+    ):
+        model(x)
+    assert len(Plan.of(first, second, first).optional | {str(one) for one in Plan.of(first, first).requests}) == 1
+    with gaff.capture(model, first, gaff.maybe(second)):
+        model(x)
+
+
+def test_tensors_of_one_shape_are_told_apart_and_switched_apart():
+    a, b = (torch.ones(3, requires_grad=True) for _ in range(2))
+    changes = {a: edits.scale(2.0), b: edits.scale(5.0)}
+    with pytest.raises(gaff.NeverFiredError, match="'<tensor 3, 2>' never fired"), gaff.edit(changes):
+        a.sum().backward()
+    a.grad = None
+    with gaff.edit(changes) as changed:
+        changed.strength(0.5, b)
+        changed.off(a)
+        (a.sum() + b.sum()).backward()
+        changed.on("<tensor 3>")
+        (a.sum() + b.sum()).backward()
+    assert a.grad.tolist() == [3.0] * 3
+    assert b.grad.tolist() == [6.0] * 3
+    with pytest.raises(gaff.SiteError, match="is not edited"):
+        changed.off(torch.ones(3))

@@ -200,16 +200,29 @@ def like(
 def number(what: str, value: float, tensor: Tensor) -> float:
     """``value`` as a number of the tensor's type: whole for integers. Raises PlanError, naming ``what``, if it is none.
 
-    A fraction would be cut off there, and torch wraps some numbers that are out of range.
+    A fraction would be cut off there, and torch wraps some numbers that are out of range, and takes the next that a
+    quantised tensor has.
     """
     need_number(what, value, tensor.dtype, without(value))
-    return value if tensor.is_floating_point() or tensor.is_complex() else int(value)
+    if tensor.is_quantized:
+        least, most = _quantized_range(tensor)
+        need_number(what, value, tensor.dtype, frozenset([] if least <= value <= most else [tensor.dtype]))
+    return int(value) if tensor.dtype in _WHOLE or tensor.dtype == torch.bool else value
+
+
+def _quantized_range(tensor: Tensor) -> tuple[float, float]:
+    """The least and the largest number that a tensor has which is quantised as a whole, and what is rounded to them."""
+    if tensor.qscheme() != torch.per_tensor_affine:
+        return -math.inf, math.inf
+    whole = torch.iinfo(tensor.dtype)
+    least, most = ((bound - tensor.q_zero_point()) * tensor.q_scale() for bound in (whole.min - 0.5, whole.max + 0.5))
+    return least, most
 
 
 def need_number(what: str, value: float, dtype: torch.dtype, lacking: frozenset[torch.dtype]) -> None:
     """Raise PlanError where ``dtype`` is one of the types that lack a number."""
     if dtype in lacking:
-        is_cut = not dtype.is_floating_point and math.isfinite(value) and value != int(value)
+        is_cut = dtype in (*_WHOLE, torch.bool) and math.isfinite(value) and value != int(value)
         wrong = "would lose its fraction as" if is_cut else "is out of the range of"
         raise PlanError(f"{what} {value!r} {wrong} {dtype}, which passes")
 

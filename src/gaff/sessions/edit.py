@@ -31,6 +31,7 @@ from gaff.sessions.plan import Plan
 from gaff.sessions.receipt import CHANGING, Receipt, rows_of
 from gaff.sessions.same_run import SameRun
 
+Named = str | nn.Module | Tensor | Callable[[Site], bool]  # what says which edits are meant
 REPLACED = "the module was replaced while the session was open: its successor was not edited"
 
 
@@ -126,20 +127,20 @@ class Editing:
         notes, armed = tuple(self._session.notes), len(self._session.lingering or ())
         return Receipt(rows, self._session.runs, notes, self._plan.optional, is_edit=True, armed=armed)
 
-    def on(self, pattern: str | nn.Module | Callable[[Site], bool] | None = None) -> None:
-        """Let the edits of ``pattern`` (as given, or a site it matched, or modules; None: all) act again.
+    def on(self, pattern: Named | None = None) -> None:
+        """Let the edits of ``pattern`` (as given, or a site it matched, or modules, or a tensor; None: all) act again.
 
         Takes effect at the next event. Raises SiteError for what is not edited.
         """
         for stream in self._named(pattern):
             stream.switch.set(is_on=True)
 
-    def off(self, pattern: str | nn.Module | Callable[[Site], bool] | None = None) -> None:
+    def off(self, pattern: Named | None = None) -> None:
         """Let values pass as they are, until ``on``, which explains ``pattern``; the receipt counts what passed."""
         for stream in self._named(pattern):
             stream.switch.set(is_on=False)
 
-    def strength(self, strength: float, pattern: str | nn.Module | Callable[[Site], bool] | None = None) -> None:
+    def strength(self, strength: float, pattern: Named | None = None) -> None:
         """Set how strongly edits act. 1: as given; 0: nothing; else ``value + strength * (edited - value)``.
 
         Where either is infinite that is ``(1 - strength) * value + strength * edited``, and what the edit leaves as it
@@ -230,14 +231,11 @@ class Editing:
                     f"gaff: attached edits at {', '.join(due[:4])} were not hit in the first full step", stacklevel=4
                 )
 
-    def _named(self, pattern: str | nn.Module | Callable[[Site], bool] | None) -> list[EditedSite]:
+    def _named(self, pattern: Named | None) -> list[EditedSite]:
         """The streams that ``pattern`` means: by the pattern as given, or by one of the sites that it matched."""
         if pattern is None:
             return self._streams
-        if isinstance(pattern, str):
-            wanted = {str(parse(pattern))}
-        else:
-            wanted = {str(found.site) for found in resolve(self._model, pattern)} if self._model is not None else set()
+        wanted = _names_of(pattern, self._plan, self._model)
         found = [stream for stream in self._streams if not wanted.isdisjoint((stream.pattern, str(stream.site)))]
         if not found:
             known = ", ".join(dict.fromkeys(stream.pattern for stream in self._streams))
@@ -284,6 +282,15 @@ class Editing:
         site = Site(str(request), port="grad")
         stream = self._make_stream(str(request), site, id(request.target), request.edit)
         return TensorTap(str(request), request.target, stream, is_edit=True)
+
+
+def _names_of(pattern: Named, plan: Plan, model: nn.Module | None) -> set[str]:
+    """What the edits that are meant are called: by the names of their patterns, or of their sites."""
+    if isinstance(pattern, Tensor):
+        return {str(one) for one in plan.requests if one.target is pattern}
+    if isinstance(pattern, str):
+        return {pattern if pattern in map(str, plan.requests) else str(parse(pattern))}
+    return {str(found.site) for found in resolve(model, pattern)} if model is not None else set()
 
 
 def edit(model: Any, changes: Any, options: dict[str, Any]) -> Editing:

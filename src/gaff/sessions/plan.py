@@ -18,7 +18,7 @@ from gaff.address.resolve import resolve
 from gaff.edits.places import as_edit
 from gaff.errors import PlanError, SiteError
 from gaff.sessions import plan_files
-from gaff.sessions.request import Options, Request, Resolved, edit_text, read_options, requests_of
+from gaff.sessions.request import Options, Request, Resolved, edit_text, read_options, requests_of, told_apart
 from gaff.views.text import table
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ class Plan:
 
     requests: tuple[Request, ...] = ()
     options: Options = field(default_factory=Options)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "requests", tuple(told_apart(self.requests)))
 
     @classmethod
     def of(cls, *patterns: PatternLike | Plan, **options: Unpack[CaptureOptions]) -> Plan:

@@ -6,7 +6,7 @@ Everything that a user may write as a pattern (text, module, predicate, list, di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
@@ -52,7 +52,8 @@ class Request:
 
     ``target`` is an address, a module of the model, a plain tensor (whose gradient is meant) or a predicate on a site.
     ``str`` of it is the pattern's name in receipts and messages; ``spelled`` is the address of one site as the user
-    wrote it, by which its value is read.
+    wrote it, by which its value is read. ``number``: which one this is of a plan's modules, tensors or predicates that
+    would have the same name.
     """
 
     target: Target
@@ -60,15 +61,17 @@ class Request:
     reduce: Reducer | None = None
     edit: Edit | None = None  # of a plan to edit by
     spelled: str = field(default="", compare=False)
+    number: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
-        if isinstance(self.target, (Site, Pattern)):
-            return str(self.target)
-        if isinstance(self.target, Tensor):
-            return f"<tensor {'x'.join(map(str, self.target.shape)) or 'scalar'}>"
-        if isinstance(self.target, nn.Module):
-            return f"<module {type(self.target).__name__}>"
-        return f"<predicate {getattr(self.target, '__name__', type(self.target).__name__)}>"
+        target, which = self.target, f", {self.number + 1}" if self.number else ""
+        if isinstance(target, (Site, Pattern)):
+            return str(target)
+        if isinstance(target, Tensor):
+            return f"<tensor {'x'.join(map(str, target.shape)) or 'scalar'}{which}>"
+        if isinstance(target, nn.Module):
+            return f"<module {type(target).__name__}{which}>"
+        return f"<predicate {getattr(target, '__name__', type(target).__name__)}{which}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,20 @@ def edit_text(edit: Edit | None) -> str:
         if value is not None:
             parts.append(f"{name}={text}")
     return f"{type(edit).__name__.lower()}({', '.join(parts)})"
+
+
+def told_apart(requests: Iterable[Request]) -> Iterator[Request]:
+    """The same requests, those of different modules, tensors or predicates by different names."""
+    known: dict[str, list[Target]] = {}
+    for one in requests:
+        if isinstance(one.target, (Site, Pattern)):
+            yield one
+            continue
+        alike = known.setdefault(str(replace(one, number=0)), [])
+        number = next((at for at, target in enumerate(alike) if target is one.target), len(alike))
+        if number == len(alike):
+            alike.append(one.target)
+        yield replace(one, number=number)
 
 
 def requests_of(patterns: Iterable[Any], optional: bool = False) -> Iterable[Request]:
