@@ -34,7 +34,7 @@ FLOORS = (
     ("errors", "version"),
 )
 MOST_LINES = 40_500
-MOST_OF_CORE = 14_350
+MOST_OF_CORE = 14_400
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

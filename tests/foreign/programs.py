@@ -5,7 +5,9 @@ like, in small, and knows nothing of gaff.
 """
 
 import copy
+import functools
 import gc
+import inspect
 import io
 import pickle
 import sys
@@ -880,6 +882,121 @@ def a_loader_is_not_asked_for_its_length():
             optimizer.step()
             show(loss)
     show(asked)
+
+
+@program
+def functions_ask_for_their_variables():
+    def main(rate=0.1):
+        config = locals()
+        model = Net()
+        train(model, torch.optim.SGD(model.parameters(), lr=rate))
+        show(*config.items())
+
+    def inside(rate=0.1):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        for _ in range(3):
+            state = locals()
+            state["loss"] = model(batch()).square().mean()
+            state["loss"].backward()
+            optimizer.step()
+            show(state["loss"], *sorted(state))
+
+    def freed(rate=0.1):
+        model, large = Net(), torch.ones(1000)
+        held = weakref.ref(large)
+        train(model, torch.optim.SGD(model.parameters(), lr=rate))
+        del large
+        show(held() is None)
+
+    main()
+    inside()
+    freed()
+
+
+@program
+def variables_that_do_something_when_they_are_asked():
+    class Lazy:
+        __slots__ = ()
+
+        @property
+        def __class__(self):
+            print("resolved")
+            return int
+
+    class Strict:
+        __slots__ = ()
+
+        def __getattr__(self, name):
+            raise RuntimeError(f"not connected: {name}")
+
+    class Told(dict):
+        def items(self):
+            print("asked")
+            return super().items()
+
+        def __iter__(self):
+            print("asked")
+            return super().__iter__()
+
+    lazy, strict, told, model = Lazy(), Strict(), Told(a=1), Net()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    show(type(lazy).__name__, type(strict).__name__, len(told))
+
+
+class Partial(Net):
+    def run(self, x, scale=1.0):
+        return nn.Module.__call__(self, x) * scale
+
+    __call__ = functools.partialmethod(run, scale=2.0)
+
+
+class Dispatching(Net):
+    @functools.singledispatchmethod
+    def __call__(self, x):
+        return nn.Module.__call__(self, x)
+
+
+class Frozen(type):
+    def __setattr__(cls, name, value):
+        print("set", name)
+        raise AttributeError("frozen")
+
+    def __delattr__(cls, name):
+        print("deleted", name)
+        raise AttributeError("frozen")
+
+
+class OfFrozenClass(Net, metaclass=Frozen):
+    pass
+
+
+class Plain:
+    def __call__(self, x):
+        return x.sum() * torch.ones((), requires_grad=True)
+
+
+class CallsAnObject(Net):
+    __call__ = Plain()
+
+
+@program
+def classes_are_called_in_their_own_way():
+    for kind in (Partial, Dispatching, OfFrozenClass, CallsAnObject):
+        torch.manual_seed(0)
+        model = kind()
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        show(model.body[0].weight)
+
+
+@program
+def calls_look_as_they_are():
+    model = Net()
+    for _ in range(3):
+        model(batch()).sum().backward()
+        show(inspect.signature(model), model.__call__.__name__, type(model).__call__.__qualname__)
+        show(inspect.isfunction(type(model).__call__), len(inspect.getsource(type(model).__call__)))
+        show(type(model).__call__(model.eval(), torch.ones(2, 4)))
 
 
 @program

@@ -90,7 +90,7 @@ def test_a_record_that_could_not_be_written_is_told_truly(before, after, message
     assert done.returncode == 0
     assert "gaff: nothing is recorded: " in done.stderr
     assert message in done.stderr
-    assert "trained no torch model" not in done.stderr
+    assert "saw no torch model" not in done.stderr
 
 
 def test_a_disk_that_fills_up_is_in_the_record(tmp_path):

@@ -274,4 +274,7 @@ def _why_none(folder: Path) -> str:
     finally:
         with suppress(OSError):
             probe.unlink(missing_ok=True)
-    return f"nothing was watched: the command trained no torch model; {folder} holds no record"
+    return (
+        "nothing was watched: gaff saw no torch model being trained (in a Python that was started with -I, -E or -S it "
+        f"sees none); {folder} holds no record"
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dis
+import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -152,6 +154,44 @@ def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+_ASKING = frozenset(("locals", "vars", "eval", "exec", "dir"))
+
+
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """A copy of a frame's variables, which leaves nothing behind; empty for a function that asks for its own.
+
+    Before Python 3.13 a function's frame has one dict, which is brought up to date when it is asked for, and keeps
+    every object in it until the function returns. Such a function has it from ``locals()``, and would find new keys in
+    it; of any other it is emptied again, unless somebody else holds it.
+    """
+    if sys.version_info >= (3, 13) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return dict(frame.f_locals)
+    if _asks_for_its_own(frame.f_code):
+        return {}
+    found = frame.f_locals
+    copied = dict(found)
+    if sys.getrefcount(found) <= _ALONE and sys.gettrace() is None:
+        found.clear()
+    return copied
+
+
+@lru_cache(maxsize=1000)
+def _asks_for_its_own(code: CodeType) -> bool:
+    """Whether a function may ask for its own variables, by one of Python's functions that read them."""
+    if _ASKING.isdisjoint(code.co_names):
+        return False
+    return any(one.opname == "LOAD_GLOBAL" and one.argval in _ASKING for one in dis.get_instructions(code))
+
+
+def _references() -> int:
+    """How often a dict that its frame alone has is referred to, where ``variables_of`` asks."""
+    found = sys._getframe().f_locals
+    return sys.getrefcount(found)
+
+
+_ALONE = _references()
 
 
 class CallFrames(NamedTuple):

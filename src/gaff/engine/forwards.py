@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
+from gaff.compat.modes import call_frames
+
 Around = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 # What of gaff's stands on a module, the last on top.
 _LEVELS: WeakKeyDictionary[nn.Module, list[ref[Level]]] = WeakKeyDictionary()
@@ -95,7 +97,8 @@ class StandIn(Level):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``around``, or what was there before, where this is removed but others still stand before it."""
-        caller = sys._getframe(1).f_locals.get("self")  # torch's own call of the module
+        frame = sys._getframe(1)
+        caller = frame.f_locals.get("self") if frame.f_code in call_frames().codes else None  # torch's own call
         if isinstance(caller, nn.Module) and caller is not self._module() and caller.__dict__.get("forward") is self:
             return type(caller).forward(caller, *args, **kwargs)  # a shallow copy, which shares its attributes
         if self._is_removed:

@@ -5,6 +5,7 @@ A tensor that a module keeps may be used after the call, and what is made of it 
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -13,7 +14,6 @@ from types import (
     BuiltinMethodType,
     CellType,
     CodeType,
-    FrameType,
     FunctionType,
     GeneratorType,
     MethodType,
@@ -110,8 +110,7 @@ def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, GeneratorType):
-        frame: FrameType | None = value.gi_frame
-        return list(frame.f_locals.values()) if frame is not None else []
+        return gc.get_referents(value)  # its variables, which its frame would keep once it was asked for them
     if isinstance(value, nn.Module):
         return [*_own(value), *value._modules.values()]
     slots = [name for kind in type(value).__mro__ for name in _names_of(kind.__dict__.get("__slots__", ()))]

@@ -12,9 +12,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial, update_wrapper
 from threading import get_ident
 from time import perf_counter
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -129,9 +130,9 @@ class _Call:
     """Stands in place of a class's ``__call__`` and hands each call to those who asked for it.
 
     There is one for each class, shared by all who follow that class; the first in ``arounds`` is the outermost. It is a
-    descriptor, as a function is, so that ``module(...)`` finds it bound; a call that nobody wants, as that of a module
-    inside itself, finds the class's own and no frame of ours. A class that is pickled by value with it gets
-    ``nn.Module``'s own ``__call__``: the other process has nothing of ours.
+    descriptor, as a function is, so that ``module(...)`` finds a bound ``function``, which looks as the class's own
+    does; a call that nobody wants, as that of a module inside itself, finds the class's own and no frame of ours. A
+    class that is pickled by value with it gets ``nn.Module``'s own ``__call__``: the other process has nothing of ours.
     """
 
     def __init__(self, kind: type) -> None:
@@ -140,19 +141,41 @@ class _Call:
         self.arounds: list[Surround] = []
         self.wants: list[Callable[[nn.Module], bool]] = []  # who wants a call, in the same order
         self.passing: Passing | None = None  # of the only one who asked
+        self.function = update_wrapper(_function_of(self), self.original)
 
     def __get__(self, module: Any, kind: type | None = None) -> Any:
         if module is None:
-            return self
+            return self.original if torch.compiler.is_compiling() else self.function
         for wants in self.wants:
             if not torch.compiler.is_compiling() and wants(module):
-                return MethodType(self, module)
-        return MethodType(self.own or self._inherited(), module)
+                return MethodType(self.function, module)
+        return MethodType(self.original, module)
+
+    def __reduce__(self) -> Any:
+        return getattr, (nn.Module, "__call__")
+
+    @property
+    def original(self) -> Any:
+        """The ``__call__`` that the class would have without ours, as a function of the module and its arguments.
+
+        An inherited one is looked up anew each time, since others replace ``nn.Module.__call__`` for a while.
+        """
+        found = self.own
+        if found is None:
+            bases = (base.__dict__ for base in self.kind.__mro__[1:])
+            found = next((base["__call__"] for base in bases if "__call__" in base), nn.Module.__call__)
+        if type(found) is FunctionType or type(found) is _Call:
+            return found.function if type(found) is _Call else found
+        return partial(_call_descriptor, found)
+
+
+def _function_of(stand: _Call) -> Any:
+    """What a module of the class runs when it is called, as a function."""
 
     @passed_over
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = self.own or self._inherited()
-        arounds, passing = self.arounds, self.passing
+    def function(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = stand.own if type(stand.own) is FunctionType else stand.original
+        arounds, passing = stand.arounds, stand.passing
         if not arounds or is_hidden():
             return call(module, *args, **kwargs)
         if len(arounds) == 1:
@@ -163,18 +186,13 @@ class _Call:
             call = _bind(around, call)
         return arounds[0](module, args, kwargs, call)
 
-    def __reduce__(self) -> Any:
-        return getattr, (nn.Module, "__call__")
+    return function
 
-    def _inherited(self) -> Callable[..., Any]:
-        """The ``__call__`` that the class would have without ours.
 
-        It is looked up anew each time, since others replace ``nn.Module.__call__`` for a while.
-        """
-        for base in self.kind.__mro__[1:]:
-            if "__call__" in base.__dict__:
-                return base.__dict__["__call__"]  # type: ignore[no-any-return]
-        return nn.Module.__call__
+def _call_descriptor(found: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call what a class has as ``__call__``, a method of some other kind or any object, as Python would."""
+    bind = getattr(type(found), "__get__", None)
+    return (found if bind is None else bind(found, module, type(module)))(*args, **kwargs)
 
 
 def _bind(around: Surround, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,7 +222,7 @@ class ClassCalls:
         known = kind.__dict__.get("__call__")
         if not isinstance(known, _Call):
             known = _Call(kind)
-            kind.__call__ = known  # type: ignore[method-assign]
+            type.__setattr__(kind, "__call__", known)  # a metaclass may say no, or do more
         if self._around not in known.arounds:
             known.passing = None
             known.arounds.append(self._around)
@@ -225,9 +243,9 @@ class ClassCalls:
             one.passing = None
             if not one.arounds and one.kind.__dict__.get("__call__") is one:  # else somebody has wrapped it since
                 if one.own is not None:
-                    one.kind.__call__ = one.own
+                    type.__setattr__(one.kind, "__call__", one.own)
                 else:
-                    del one.kind.__call__
+                    type.__delattr__(one.kind, "__call__")
         self._followed.clear()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,16 @@ def surroundings(settings: Settings) -> dict[str, Any]:
 
 
 def memory() -> dict[str, int]:
-    """The peaks of memory in bytes: of the process, and of what torch has allocated on the GPU, if CUDA is in use."""
-    told = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    """The peaks of memory in bytes: of the process, and of what torch has allocated on the GPU, if CUDA is in use.
+
+    That of the process is what Linux tells; elsewhere it is left out.
+    """
+    told = {}
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    for line in lines:
+        if line.startswith("VmHWM:"):
+            told["process"] = int(line.split()[1]) * 1024
     if torch.cuda.is_initialized():
         told["cuda"] = torch.cuda.max_memory_allocated()
     return told

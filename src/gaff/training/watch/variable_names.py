@@ -7,17 +7,16 @@ comes by.
 
 from __future__ import annotations
 
-import gc
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from types import FrameType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from gaff.address.resolve import unwrap
-from gaff.compat.modes import frames_from
+from gaff.compat.modes import frames_from, variables_of
 
 _PASSED_ON = ("self", "cls", "args", "kwargs", "_")
 _LIBRARIES = ("torch", "gaff", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "ignite", "fastai")
@@ -46,7 +45,7 @@ def _outermost(is_wanted: Callable[[nn.Module], bool]) -> tuple[str, nn.Module] 
     for frame in reversed(list(_frames())):
         if frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
             continue  # what a module's own call names it: self
-        for name, holder in _modules_in(_variables(frame)):
+        for name, holder in _modules_in(variables_of(frame)):
             if is_wanted(holder):
                 found.setdefault(id(holder), (holder, []))[1].append(name)
     if not found:
@@ -58,7 +57,7 @@ def _outermost(is_wanted: Callable[[nn.Module], bool]) -> tuple[str, nn.Module] 
 def name_of_variable(value: Any) -> str:
     """The plain variable of the nearest function outside gaff that holds ``value``; empty where there is none."""
     frame = next(_frames(), None)
-    names = [] if frame is None else [name for name, held in _variables(frame).items() if held is value]
+    names = [] if frame is None else [name for name, held in variables_of(frame).items() if held is value]
     return next((name for name in names if name not in _PASSED_ON), "")
 
 
@@ -66,7 +65,7 @@ def name_of_loss(loss: Tensor) -> str:
     """The variable that holds ``loss`` in the nearest function that is no library's; ``loss`` where there is none."""
     for frame in _frames():
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
-            for name, value in _variables(frame).items():
+            for name, value in variables_of(frame).items():
                 if value is loss and name not in _PASSED_ON:
                     return name
             break
@@ -109,46 +108,41 @@ def _frames() -> Iterator[FrameType]:
             yield frame
 
 
-def _variables(frame: FrameType) -> dict[str, Any]:
-    """A copy of a frame's variables, which leaves nothing behind.
-
-    Before Python 3.13 a function's frame keeps the dict that it was asked for, and with it every object in it, until
-    the function returns. It is emptied again, unless it was there before: then somebody has asked for ``locals()``.
-    """
-    is_kept = sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.gettrace() is None
-    before = [id(one) for one in gc.get_referents(frame) if type(one) is dict] if is_kept else []
-    found = frame.f_locals
-    copied = dict(found)
-    if is_kept and id(found) not in before:
-        found.clear()
-    return copied
-
-
 def _modules_in(variables: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that variables hold: themselves, in lists and dicts, in attributes of objects."""
+    """Modules that variables hold: themselves, in lists and dicts, in attributes of objects.
+
+    Objects are asked by what their types are: what they say of themselves may run code of the program's.
+    """
     for name, value in list(variables.items()):
         if name.startswith("__"):
             continue
-        if isinstance(value, nn.Module):
-            yield name, value
-        elif isinstance(value, (list, tuple, dict)):
-            yield from _modules_inside(name, value)
-        elif not isinstance(value, (type, ModuleType, Tensor, str, int, float)) and hasattr(value, "__dict__"):
-            for key, inner in list(vars(value).items())[:_MOST]:
-                if isinstance(inner, nn.Module):
-                    yield f"{name}.{key}", inner
-                elif isinstance(inner, (list, tuple, dict)):
-                    yield from _modules_inside(f"{name}.{key}", inner)
+        yield from _modules_at(name, value)
+        if not issubclass(type(value), (nn.Module, type, ModuleType, Tensor)):
+            for key, inner in islice(_attributes(value).items(), _MOST):
+                yield from _modules_at(f"{name}.{key}", inner)
 
 
-def _modules_inside(name: str, value: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that are directly in a list, tuple or dict, as ``name[key]``; of 200 entries at most."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for count, (key, inner) in enumerate(items):
-        if count == _MOST:
-            return
-        if isinstance(inner, nn.Module):
-            yield f"{name}[{key!r}]", inner
+def _modules_at(name: str, value: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The value if it is a module; those that are directly in a list, tuple or dict, as ``name[key]``."""
+    kind = type(value)
+    if issubclass(kind, nn.Module):
+        yield name, value
+        return
+    base = next((one for one in (list, tuple, dict) if issubclass(kind, one)), None)
+    if base is not None:
+        items = dict.items(value) if base is dict else enumerate(base.__iter__(value))
+        for key, inner in islice(items, _MOST):
+            if issubclass(type(inner), nn.Module):
+                yield f"{name}[{key!r}]", inner
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object holds as attributes, without asking the object itself."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return dict(found) if type(found) is dict else {}
 
 
 def _rank(name: str) -> int:
