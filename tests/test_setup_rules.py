@@ -121,6 +121,51 @@ def test_training_in_eval_mode(tmp_path, inside, name):
     assert told.state == ("suspicious" if name else "healthy")
 
 
+def fine_tuned(tmp_path, model, parameters, evaluated=None, epochs=6, train=False):
+    """The record of a small training, and the losses of the evaluation that each epoch begins with."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 8)
+    y, losses = (x.sum(1) > 0).long(), []
+    optimizer = torch.optim.Adam(parameters, 1e-2)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for _ in range(epochs):
+            if evaluated is not None:
+                evaluated.eval()
+                with torch.no_grad():
+                    losses.append(F.cross_entropy(model(x), y).item())
+                evaluated.train(train)
+            for at in range(0, 256, 16):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x[at : at + 16]), y[at : at + 16]).backward()
+                optimizer.step()
+    return gaff.load(tmp_path / "run"), losses
+
+
+def classifier():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+
+
+def test_a_frozen_body_in_eval_mode_below_a_head_that_is_trained_is_meant(tmp_path):
+    model = classifier().eval()
+    model[:3].requires_grad_(False)
+    model[3:].train()
+    record, _ = fine_tuned(tmp_path, model, model[3:].parameters())
+    assert record.verdict.state == "healthy"
+    assert not record.findings
+    assert set(record.scalar("samples").values) == {16}
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_every_evaluation_is_heard_whatever_mode_the_model_is_trained_in(tmp_path, train):
+    model = classifier()
+    record, losses = fine_tuned(tmp_path, model, model.parameters(), evaluated=model, train=train)
+    told = [event["losses"]["cross_entropy"] for _, event in record.events("evaluated")]
+    assert told == pytest.approx(losses)
+    assert set(record.scalar("samples").values) == {16}
+    assert [finding.rule for finding in record.findings] == ([] if train else ["eval_mode_in_training"])
+
+
 @pytest.mark.parametrize(("kept", "name"), [(1, "frozen_by_accident"), (2, "")])
 def test_what_is_frozen(tmp_path, kept, name):
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from gaff.training.watch.models import Model, Models
 from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.setup_facts import SetupFacts
 from gaff.training.watch.shield import Shield
+from gaff.training.watch.training_modes import TrainingModes
 
 _LOOKED_AT = (1, 10, 100, 1000, 10_000)  # runs of one evaluation
 _EVER = 1 << 62
@@ -31,9 +32,8 @@ class Looks:
 
     The watcher makes one, begins and ends looks at training steps by it, and tells it of each run. Looks at an
     evaluation it opens by itself, and closes with the run: ``evaluated`` gets each of them, ``heard`` what its losses
-    came to. ``eval_mode``: models with dropout or BatchNorm that ran with gradients in eval mode since the look before.
-    ``is_endless``: so many runs came without an optimizer's step that nobody can be training with one. All on the
-    thread that trains.
+    came to. ``modes`` tells which runs train. ``is_endless``: so many runs came without an optimizer's step that nobody
+    can be training with one. All on the thread that trains.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Looks:
         self._evaluated = evaluated
         self._target: SampledStep | None = None  # of what is called now
         self._evals = 0  # runs without gradients since the last one with
-        self._latest_eval = 0  # step of the latest of them
+        self._latest_eval = -_OFTEN  # step of the latest of them
         self._looked_at_eval: int | None = None  # step of the latest one that was looked at
         self._in_training_mode: dict[str, int] = {}  # how many of them, by model
         self._asked = 0  # evaluations that began
-        self.eval_mode: set[str] = set()  # models that ran with gradients though in eval mode, since the look before
+        self.modes = TrainingModes()
         self._heard = EvaluationCalls(models, shield, heard)
 
     @property
@@ -88,9 +88,8 @@ class Looks:
         self._setup.look(is_on=False)
         if sampled is not None:
             sampled.facts.update(self._setup.take())
-            if not sampled.runs.all and self.eval_mode:
-                sampled.facts["eval_mode"] = sorted(self.eval_mode)
-        self.eval_mode.clear()
+            if in_eval := self.modes.take_in_eval():
+                sampled.facts["eval_mode"] = in_eval
         if sampled is not None:
             sampled.close()
         return sampled
@@ -104,7 +103,7 @@ class Looks:
         self.sampled = self._target = None
 
     def run_begins(self, step: int, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A run in training mode begins: in a sampled step its inputs, batch size and precision are noted.
+        """A run that trains begins: in a sampled step its inputs, batch size and precision are noted.
 
         ``module`` is what was called, ``model`` the watched model it belongs to. Beyond 256 runs before the first step
         the look is called endless.
@@ -142,19 +141,17 @@ class Looks:
         runs = 1 + (self._calls.passing.passed if self._evals else 0)  # those before it that were only counted
         self._calls.passing.passed = 0
         self._evals += runs
-        since, self._latest_eval = step - self._latest_eval, step
-        if not module.training and torch.is_grad_enabled() and step_facts.has_modes(module, training=False):
-            self.eval_mode.add(model.name)
+        since = self._listen(step)
         if module.training and not torch.is_grad_enabled() and not step_facts.renews_statistics():
             self._in_training_mode[model.name] = self._in_training_mode.get(model.name, 0) + runs
         self._target = None
-        if since >= _OFTEN:
-            self._heard.listen(step)
         if self._evals in _LOOKED_AT and (self._evals > 1 or self._may_evaluate(step, distance)):
             sampled = self._target = SampledStep(step, "eval", self._models, self._shield)
             sampled.facts["training"] = module.training
             often = self._in_training_mode.get(model.name, 0)  # a rollout or teacher in each step is no evaluation
-            if often >= 10 or (often and since >= _OFTEN):  # of functions it is heard whether one is a dropout
+            if often >= 10 or (
+                often and min(since, step) >= _OFTEN
+            ):  # of functions it is heard whether one is a dropout
                 sampled.facts["train_mode"] = [model.name] if step_facts.has_modes(module) else []
             sampled.root_given(model.name, self._models.path_of(module), *given)
             self._calls.switch(is_on=True)
@@ -162,6 +159,13 @@ class Looks:
         elif self.sampled is None:
             coming = next((one for one in _LOOKED_AT if one > self._evals), _EVER) - self._evals - 1
             self._calls.count_only(coming, trains=False)
+
+    def _listen(self, step: int) -> int:
+        """Hear the losses of an evaluation that a run may begin; returns how many steps ago the latest one was."""
+        since, self._latest_eval = step - self._latest_eval, step
+        if since >= _OFTEN:
+            self._heard.listen(step)
+        return since
 
     def follow(self, model: Model) -> None:
         """A run of ``model`` begins: hooks inside its compiled code are on exactly where somebody looks."""
@@ -183,8 +187,9 @@ class Looks:
             target.run_ends()
         self._calls.switch(is_on=self.sampled is not None and not self._calls.passing.left)
 
-    def pass_over(self) -> None:
-        """Leave out a run that was noticed too late, when the hooks at its beginning are past."""
+    def pass_over(self, step: int) -> None:
+        """Leave out a run that evaluates and was noticed too late: the hooks at its beginning are past."""
+        self._listen(step)
         self._target = None
 
     def go_on(self) -> None:

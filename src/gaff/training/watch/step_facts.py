@@ -207,14 +207,29 @@ def renews_statistics() -> bool:
     return any(code.co_name == "update_bn" and code.co_filename.endswith("swa_utils.py") for code in codes)
 
 
-def has_modes(module: nn.Module, *, training: bool = True) -> bool:
-    """Whether something inside is in that mode and acts otherwise for it: a dropout, BatchNorm with statistics."""
+def has_modes(module: nn.Module) -> bool:
+    """Whether something inside is in training mode and acts otherwise for it: a dropout, BatchNorm with statistics."""
+    return any(one.training for one in _with_modes(module))
+
+
+def is_all_in_eval(module: nn.Module) -> bool:
+    """Whether all that acts otherwise in training mode is in eval mode, apart from a BatchNorm that is frozen.
+
+    Whoever has some of it in training mode has chosen the modes, as for the head of a frozen model.
+    """
+    found = _with_modes(module)
+    is_frozen = [[weight.requires_grad for weight in one.parameters(recurse=False)] for one in found]
+    return not any(one.training for one in found) and any(any(one) or not one for one in is_frozen)
+
+
+def _with_modes(module: nn.Module) -> list[nn.Module]:
+    """Modules inside that act otherwise in training mode: dropouts, BatchNorm with statistics."""
     dropout, norm = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase
-    return any(
-        one.training is training
-        and ((isinstance(one, dropout) and one.p > 0) or (isinstance(one, norm) and one.track_running_stats))
+    return [
+        one
         for one in module.modules()
-    )
+        if (isinstance(one, dropout) and one.p > 0) or (isinstance(one, norm) and one.track_running_stats)
+    ]
 
 
 def batch_norms(module: nn.Module) -> list[tuple[str, int]]:

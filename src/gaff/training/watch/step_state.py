@@ -85,12 +85,12 @@ class StepState:
         return is_over
 
     def complete(self) -> float:
-        """Note that the step is over, and return when it ended, in seconds of ``time.perf_counter``.
+        """Note that the step is over and the next one began when it ended; returns its seconds.
 
         To be called once, where ``ended_at`` is not None.
         """
         assert self.ended_at is not None
-        ended, self.ended_at = self.ended_at, None
+        seconds, self.began, self.ended_at = self.ended_at - self.began, self.ended_at, None
         if self.state is State.ENDED:
             self.state = State.IDLE
-        return ended
+        return seconds

@@ -24,10 +24,9 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from gaff.compat import checkpoints, compiler
+from gaff.compat import compiler
 from gaff.engine.process.training_loop import Outer, Told
 from gaff.training.watch import forks, incidents
 from gaff.training.watch.batches import StepBatches
@@ -157,12 +156,12 @@ class Watcher:
 
     def _run_begins(self, model: Model, module: nn.Module, args: Any, kwargs: Any, is_late: bool) -> None:
         """``is_late``: a model was found as it runs: its own hooks are past, those of the modules inside are not."""
-        is_training = _is_training(module)
+        is_training = self._looks.modes.trains(model, module)
         self._enter(LoopEvent.RUN_BEGINS if is_training else LoopEvent.EVALUATION_BEGINS)
         if is_training:
             self._trains(model, module, args, kwargs)
         elif is_late:
-            self._looks.pass_over()
+            self._looks.pass_over(self.step)
         else:
             self._looks.evaluation_begins(self.step, model, module, (args, kwargs), self.pace.distance)
         if not is_late and not self._looks.is_idle:
@@ -260,8 +259,8 @@ class Watcher:
         """A step of the run is over, if one has ended, with those of other optimizers: hand on what was seen of it."""
         if self._steps.at.ended_at is None:
             return
-        ended = self._steps.at.complete()
-        seconds, self._steps.at.began = ended - self._steps.at.began, ended
+        self._looks.modes.stepped()
+        seconds = self._steps.at.complete()
         sampled = self._end_look() if self._looks.sampled is not None else None
         self._pulse(seconds)
         self.pace.spend(*self.reporter.take_spent())
@@ -327,14 +326,6 @@ def _scalars(losses: Any) -> list[tuple[int, Tensor]]:
     several = losses if isinstance(losses, (list, tuple)) else [losses]
     return [(at, one) for at, one in enumerate(several)
             if isinstance(one, Tensor) and one.numel() == 1 and not one.is_meta]  # fmt: skip
-
-
-def _is_training(module: nn.Module) -> bool:
-    """Whether a call trains: in training mode, and with gradients, or inside a checkpoint.
-
-    The first pass of a reentrant checkpoint runs without grad mode, and is told by the functions around it.
-    """
-    return module.training and bool(torch.is_grad_enabled() or checkpoints.enclosing_functions())
 
 
 def _close(watcher: weakref.ref[Watcher]) -> None:
