@@ -245,3 +245,26 @@ def test_numbers_keep_their_fraction_in_quantised_tensors(kind):
         refused = pytest.raises(gaff.PlanError, match=f"fill with .* is out of the range of {kind}")
         with refused, gaff.edit(model, {"0": edits.fill(number)}):
             model(given)
+
+
+def test_an_infinity_stays_not_finite_in_float8(tmp_path):
+    """torch makes it 448, the largest number of float8_e4m3fn, which has no infinity."""
+    model, kind = nn.Sequential(nn.Identity()), "float8_e4m3fn"
+    given = torch.tensor([[float("inf"), 1.0], [464.0, -float("inf")], [464.0, -2.0], [465.0, 0.0]])
+    finite = given.isfinite()
+    with gaff.capture(model, "0", dtype=kind) as got:
+        model(given)
+    assert torch.equal(got["0"].float().isfinite(), finite)
+    with gaff.edit(model, {"0": edits.quantize(kind)}):
+        assert torch.equal(model(given).isfinite(), finite)
+    with pytest.warns(UserWarning, match="3 of 4 rows hold a NaN or an infinity, or a number beyond 448"):
+        store = gaff.harvest(model, [given], "0", out=tmp_path / "acts", dtype=kind, nonfinite="mark")
+    assert torch.equal(store["0"][:].float().isfinite(), finite)
+    assert store.labels["finite"][:].tolist() == [False, False, True, False]  # 464 is rounded to 448
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float8_e5m2])
+def test_numbers_are_beyond_a_type_where_they_become_infinite(kind):
+    most = torch.finfo(kind).max
+    numbers = most * torch.linspace(1.0, 1.2, 400, dtype=torch.float64)
+    assert torch.equal(elements.is_beyond(numbers, kind), numbers.to(kind).float().isinf())

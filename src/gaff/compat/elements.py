@@ -21,6 +21,7 @@ else. Nothing in this file communicates with other processes.
 
 from __future__ import annotations
 
+import math
 import re
 
 import torch
@@ -126,6 +127,23 @@ def _computable(tensor: Tensor) -> Tensor:
     if is_packed(tensor.dtype):
         return tensor.view(torch.uint8)
     return tensor.float() if is_small_float(tensor) else tensor
+
+
+def cast(tensor: Tensor, dtype: torch.dtype, *, device: torch.device | None = None, copy: bool = False) -> Tensor:
+    """As ``tensor.to``, but what is infinite stays not finite: NaN in the one type in which torch makes it 448."""
+    if dtype == torch.float8_e4m3fn and tensor.is_floating_point() and not is_small_float(tensor):
+        tensor = torch.where(tensor.isinf(), torch.nan, tensor)
+    return tensor.to(device=tensor.device if device is None else device, dtype=dtype, copy=copy)
+
+
+def is_beyond(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where the numbers of a tensor are NaN, infinite, or too large for a type, to the largest of which they would not
+    be rounded."""
+    limits = torch.finfo(dtype)
+    half = limits.eps * 2.0 ** math.floor(math.log2(limits.max)) / 2  # of the step between its largest numbers
+    size = tensor.double().abs()
+    is_even = dtype == torch.float8_e4m3fn  # what is in the middle is rounded to even
+    return ~((size <= limits.max + half) if is_even else (size < limits.max + half))
 
 
 def is_small_float(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.compat import memory, modes
+from gaff.compat import elements, memory, modes
 from gaff.edits.event import Event, generator, like, number, remember
 from gaff.errors import PlanError
 
@@ -297,7 +297,7 @@ class _Round(torch.autograd.Function):
         """
         wide = torch.promote_types(tensor.dtype, torch.float32)
         if not scaled or not tensor.numel() or torch.finfo(dtype).max >= torch.finfo(wide).max:
-            return tensor.to(dtype).to(tensor.dtype, copy=True)
+            return elements.cast(tensor, dtype).to(tensor.dtype, copy=True)
         exact = tensor.to(wide)
         is_finite = exact.isfinite()
         largest = torch.where(is_finite, exact, 0.0).abs().amax()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -152,13 +151,13 @@ class _OpenShard:
         sites, places = self._sites(selection, values)
         labels = {**selection.labels(own_columns(given.batch, self._options.labels)), **places}
         labels |= {one: selection.of_samples(one, values[one]) for one in values if one.startswith(NORM_OF)}
-        most = math.inf if self._options.small is None else torch.finfo(self._options.small).max
-        broken = {address: bad for address, rows in sites.items() if (bad := _nonfinite(rows, most)) is not None}
+        small = self._options.small
+        broken = {address: bad for address, rows in sites.items() if (bad := _nonfinite(rows, small)) is not None}
         for address, bad in broken.items():
             self._nonfinite[address] = self._nonfinite.get(address, 0) + int(bad.sum())
             if self._options.nonfinite == "refuse":
                 sample = int(labels["sample"][bad][0])
-                beyond = f" (or a number beyond {most:g})" if most < math.inf else ""
+                beyond = "" if small is None else f" (or a number beyond {torch.finfo(small).max:g})"
                 raise PlanError(f"{address}: a NaN or an infinity{beyond} in batch {given.number}, sample {sample}: "
                                 "expected finite values, or nonfinite='count' or 'mark'")  # fmt: skip
         if self._options.nonfinite == "mark":
@@ -166,10 +165,9 @@ class _OpenShard:
             for bad in broken.values():
                 finite &= ~bad
             labels["finite"] = finite
-        if self._options.small is not None:
-            sites = {
-                one: rows.to(self._options.small) if rows.is_floating_point() else rows for one, rows in sites.items()
-            }
+        if small is not None:
+            sites = {one: elements.cast(rows, small) if rows.is_floating_point() else rows
+                     for one, rows in sites.items()}  # fmt: skip
         if self._options.is_rounded:
             for address, rows in sites.items():
                 sites[address], labels[SCALE_OF + address] = _rounded(address, rows)
@@ -215,8 +213,8 @@ def _largest(address: str, value: Any, count: int, dims: int) -> tuple[Tensor, T
     return value.gather(-1, place), place.to(torch.int32)
 
 
-def _nonfinite(rows: Tensor, most: float) -> Tensor | None:
-    """Which rows hold a NaN, an infinity, or numbers above ``most``, which they are written in a dtype without.
+def _nonfinite(rows: Tensor, small: torch.dtype | None) -> Tensor | None:
+    """Which rows hold a NaN, an infinity, or numbers beyond those of ``small``, the type that they are written in.
 
     None where none does, which one sum tells nearly always.
     """
@@ -224,9 +222,9 @@ def _nonfinite(rows: Tensor, most: float) -> Tensor | None:
         return None
     exact = rows.float() if rows.dtype.itemsize < 2 else rows  # torch adds up no float8, nor small complex numbers
     exact = exact.to(torch.complex64) if exact.dtype == torch.complex32 else exact
-    if bool(torch.isfinite(exact.sum())) and (most == math.inf or bool(exact.abs().max() <= most)):
+    if bool(torch.isfinite(exact.sum())) and (small is None or bool(exact.abs().max() <= torch.finfo(small).max)):
         return None
-    fits = torch.isfinite(exact) & (exact.abs() <= most)
+    fits = torch.isfinite(exact) if small is None or exact.is_complex() else ~elements.is_beyond(exact, small)
     bad: Tensor = ~(fits.flatten(1).all(1) if rows.dim() > 1 else fits)
     return bad if bool(bad.any()) else None
 

@@ -80,7 +80,8 @@ def harvest(
     if store.is_complete:
         write_index(place, store.shards)
     for site, count in store.nonfinite.items():
-        warnings.warn(f"{site}: {count} of {store.rows} rows hold a NaN or an infinity", stacklevel=3)
+        beyond = "" if options.small is None else f", or a number beyond {torch.finfo(options.small).max:g}"
+        warnings.warn(f"{site}: {count} of {store.rows} rows hold a NaN or an infinity{beyond}", stacklevel=3)
     return store
 
 

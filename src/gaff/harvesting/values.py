@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.grammar import GRADIENT_PORTS
-from gaff.compat import distributed
+from gaff.compat import distributed, elements
 from gaff.compat.autograd import leaves_of
 from gaff.engine.process.calls import unseen
 from gaff.errors import PlanError
@@ -114,7 +114,7 @@ def _put_together(plan: Plan, capture: Capture, step: Callable[[Numbered], None]
     for address in capture:
         value = capture.full(address)
         value = value if plan.options.reduce is None else plan.options.reduce(value)
-        found[address] = value.to(plan.options.dtype) if value.is_floating_point() else value
+        found[address] = elements.cast(value, plan.options.dtype or value.dtype) if value.is_floating_point() else value
     return found
 
 

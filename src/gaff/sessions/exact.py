@@ -297,7 +297,7 @@ class Keeper:
             return _to_pinned(source, dtype, checks)
         if dtype == tensor.dtype and device.type == tensor.device.type and device.index in (None, tensor.device.index):
             return tensor
-        return source.to(device=device, dtype=dtype)
+        return elements.cast(source, dtype, device=device)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -373,7 +373,7 @@ def _to_pinned(tensor: Tensor, dtype: torch.dtype, checks: list[Callable[[Site],
     The second copy runs on a stream of its own, which waits for the first, so that the model need not wait for the bus.
     """
     buffer = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=True)
-    source = tensor.to(dtype, copy=True)
+    source = elements.cast(tensor, dtype, copy=True)
     side = _side_stream(tensor.device)
     side.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(side):

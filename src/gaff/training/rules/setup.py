@@ -49,7 +49,8 @@ def same_batch(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.9,
 )
 def eval_mode_in_training(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Steps are made whose only forwards with gradients were in eval mode, of a model with dropout or BatchNorm.
+    """Steps are made whose only forwards with gradients were in eval mode, of a model with dropout or BatchNorm, none
+    of which is in training mode; a BatchNorm that is frozen does not count.
 
     Certain; where that is meant it does no harm.
     """
