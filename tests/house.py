@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 40_500
-MOST_OF_CORE = 14_400
+MOST_LINES = 40_600
+MOST_OF_CORE = 14_450
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

@@ -230,7 +230,14 @@ def whole(setting):
     writes = build(setting if setting == "fsdp2" else None, None, Writes)  # torch allows it under none of the others
     with gaff.capture(writes, "b.out:outer_grad"):
         writes(batch()[:, 0]).square().sum().backward()
+    plain = build(setting, None)  # whose norm has all ones and zeros, and is in no plan but that of sequences
+    with gaff.capture(plain, "b.norm.weight:param", "b.norm.bias:param") as state:
+        plain(x)
+    with gaff.edit(plain, {"b.norm.weight:param": edits.clip(norm=0.5)}):
+        clipped = plain(x)
     return {
+        "of one value": torch.stack([state.full(site) for site in state]),
+        "clipped": clipped.detach(),
         "twice": gradient_of(twice),
         "written": gradient_of(writes),
         "output": y.detach(),

@@ -231,7 +231,7 @@ def run_divergent(model, data, rank):
 
 def run_unlike(model, data, rank):
     """Other numbers on each rank: of a weight's gradient, and, wherever one mesh computes on the same rows, of a value."""
-    gaff.compat.distributed.PATIENCE_S = 1.0
+    gaff.compat.distributed.PATIENCE_S = 20.0  # a store of files tells the time in whole seconds
     name = next(name for name, _ in inner(model).named_parameters())
     plans = {
         "grad": {f"{name}:grad": gaff.edits.clip(0.1 + (rank or 0))},

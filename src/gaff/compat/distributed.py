@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from time import monotonic, sleep
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -378,6 +379,7 @@ def _is_alike(number: Tensor, meshes: list[Any]) -> bool:
 
 
 _ASKED: Counter[str] = Counter()  # how often this process has asked for something with others
+_WAITS = "gaff/waits/{}"  # by rank: what it waits for others to ask for
 PATIENCE_S = 300.0  # how long others may take to ask for the same
 
 
@@ -424,8 +426,8 @@ def meshes_of_rows(model: Any) -> list[Any]:
 def agree(ranks: tuple[int, ...], request: str | Callable[[], str]) -> None:
     """All of ``ranks`` must ask for ``request``, a text or what makes it.
 
-    Raises PlanError where one has not within ``PATIENCE_S`` seconds. Talks through the store by which the processes
-    found each other: no collective is left half done.
+    Raises PlanError where one has not within ``PATIENCE_S`` seconds, or soon where it waits for others to ask for
+    something else. Talks through the store by which the processes found each other: no collective is left half done.
     """
     if len(ranks) < 2 or not torch.distributed.is_initialized():
         return
@@ -434,18 +436,47 @@ def agree(ranks: tuple[int, ...], request: str | Callable[[], str]) -> None:
     own = torch.distributed.get_rank()
     name = hashlib.sha256(f"{ranks} {request}".encode()).hexdigest()[:24]
     _ASKED[name] += 1
-    keys = {rank: f"gaff/{name}/{_ASKED[name]}/{rank}" for rank in ranks}
+    which = f"gaff/{name}/{_ASKED[name]}"
+    keys = {rank: f"{which}/{rank}" for rank in ranks}
     store.set(keys[own], "asked")
+    store.set(_WAITS.format(own), f"{which} {request}")
     try:
-        store.wait(list(keys.values()), timedelta(seconds=PATIENCE_S))
-    except BaseException as error:
-        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        _await(store, keys, request)
+    except BaseException:
         store.delete_key(keys[own])
         _ASKED[name] -= 1
-        if not isinstance(error, RuntimeError):  # Ctrl-C
-            raise
-        raise PlanError(
-            f"rank {own} asks for {request!r}, and rank{'s' * (len(missing) > 1)} "
-            f"{', '.join(map(str, missing))} did not within {PATIENCE_S:g} s: expected the same on all {len(ranks)} "
-            "processes that share the model"
-        ) from None
+        raise
+    finally:
+        store.set(_WAITS.format(own), "")
+
+
+def _await(store: Any, keys: dict[int, str], request: str) -> None:
+    """Wait until all ranks have asked; ``keys``: by rank what it sets then. Raises as ``agree``.
+
+    A rank that is seen to wait for another request, at two glances, will not come. It is given time to see the same.
+    """
+    own, until, glance_s = torch.distributed.get_rank(), monotonic() + PATIENCE_S, max(PATIENCE_S / 60, 0.1)
+    before: dict[int, str] = {}
+    while True:
+        try:
+            store.wait(list(keys.values()), timedelta(seconds=glance_s))
+            return
+        except RuntimeError:
+            missing = [rank for rank, key in keys.items() if not store.check([key])]
+        waits = {
+            rank: store.get(_WAITS.format(rank)).decode() for rank in missing if store.check([_WAITS.format(rank)])
+        }
+        # this process may have asked for that before, and the other is about to go on
+        now = {rank: text for rank, text in waits.items() if text and not store.check([f"{text.split()[0]}/{own}"])}
+        told = [f"rank {rank} for {text.partition(' ')[2]!r}" for rank, text in now.items() if before.get(rank) == text]
+        before = now
+        if told:
+            sleep(3 * glance_s)
+        elif missing and monotonic() > until:
+            ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            told = [f"{ranks} did not within {PATIENCE_S:g} s"]
+        if told:
+            raise PlanError(
+                f"rank {own} asks for {request!r}, and {', '.join(told)}: expected the same on all {len(keys)} "
+                "processes that share the model"
+            )

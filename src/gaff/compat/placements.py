@@ -160,13 +160,15 @@ def whole_on(mesh: Any, tensor: Tensor) -> Placement:
     return Placement(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride())
 
 
-def is_equal_everywhere(tensor: Tensor, meshes: list[Any]) -> bool:
+def is_equal_everywhere(tensor: Tensor, meshes: list[Any], *, is_state: bool = False) -> bool:
     """Whether all processes of ``meshes`` hold the same shape and bits. All must ask; waits for all and for the device.
 
-    False for a tensor of one value: parts of zeros look alike and are none. Equal in all processes that asked.
+    False for a tensor of one value: parts of zeros look alike and are none. But ``is_state``, a parameter or a buffer,
+    is a DTensor where it is spread, unless models go on by hand. Equal in all processes that asked.
     """
     plain = tensor.detach()
-    has_several = bool(plain.numel()) and not bool((plain == plain.flatten()[0]).all())
+    has_several = is_state and BY_HAND.isdisjoint(meshes)
+    has_several = has_several or (bool(plain.numel()) and not bool((plain == plain.flatten()[0]).all()))
     told: Any = (has_several, tuple(plain.shape), str(plain.dtype), _digest(plain))
     for group in distributed.groups_along(meshes):
         told = (all(one == told and one[0] for one in distributed.told_by_all(told, group)), *told[1:])

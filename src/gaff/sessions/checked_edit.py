@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.address.grammar import GRADIENT_PORTS, Site
+from gaff.address.grammar import GRADIENT_PORTS, STATE_PORTS, Site
 from gaff.compat import elements, memory, modes
 from gaff.compat.checkpoints import StopRecomputation
 from gaff.compat.placements import (
@@ -156,7 +156,7 @@ class CheckedEdit:
 
     def _need_whole(self, value: Tensor) -> None:
         """Raises PlanError for what may be a part of a tensor, of which nothing is known: processes hold other ones."""
-        if not is_equal_everywhere(value, list(self._meshes)):
+        if not is_equal_everywhere(value, list(self._meshes), is_state=self._site.port in STATE_PORTS):
             raise PlanError(UNKNOWN_PART)
 
     def first_pass(self, value: Tensor, new: Tensor, strength: float, event: Event) -> FirstPass:

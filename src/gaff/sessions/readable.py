@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gaff.address.grammar import Site
+from gaff.address.grammar import STATE_PORTS, Site, parse
 from gaff.address.nested import describe
 from gaff.compat import distributed
 from gaff.compat.placements import UNKNOWN_PART, is_equal_everywhere, placement_of, whole_of
@@ -106,10 +106,11 @@ class Readable(Mapping[str, Any]):
         distributed.agree(tuple(ranks), f"got.full({str(address)!r})")
         if placement is not None:
             return whole_of(value, placement)
-        if not is_equal_everywhere(value, meshes):
+        is_state = isinstance(address, str) and getattr(parse(address), "port", "") in STATE_PORTS
+        if not is_equal_everywhere(value, meshes, is_state=is_state):
             raise PlanError(
-                f"got.full({str(address)!r}): {UNKNOWN_PART}; of what reduce= has kept of parts nothing tells how it "
-                "makes up the whole"
+                f"got.full({str(address)!r}): {UNKNOWN_PART}; of a tensor of one value, and of what reduce= has kept "
+                "of parts, nothing tells how they make up the whole"
             )
         return value
 

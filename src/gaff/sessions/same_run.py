@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff.address.grammar import VALUE_PORTS, Site, parse_single, parse_site
+from gaff.address.grammar import STATE_PORTS, VALUE_PORTS, Site, parse_single, parse_site
 from gaff.address.nested import describe, iter_tensors
 from gaff.address.resolve import find_site, resolve
 from gaff.compat.placements import UNKNOWN_PART, is_equal_everywhere, placement_of, together
@@ -59,7 +59,9 @@ class PatchSource(Stream):
         placement = placement_of(value)
         if placement is not None:
             value = together(value.detach() if self._detach else value, placement)
-        elif self._meshes and not is_equal_everywhere(value, list(self._meshes)):
+        elif self._meshes and not is_equal_everywhere(
+            value, list(self._meshes), is_state=self.site.port in STATE_PORTS
+        ):
             raise PlanError(f"patched from {self.site} of the same run: {UNKNOWN_PART}")
         self._keep(call, self.keeper.keep(value, run))
 
