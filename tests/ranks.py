@@ -1,5 +1,6 @@
 """Runs a function in several processes that talk to each other by gloo, and gathers what each of them found."""
 
+import faulthandler
 import os
 import tempfile
 import warnings
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+LONGEST_S = 900.0  # of all that a rank does
 LONGEST = timedelta(seconds=120)  # of waiting for another rank
 
 
@@ -22,6 +24,7 @@ def of_ranks(function, world, *arguments):
 
 def _main(rank, function, world, folder, finished, arguments):
     warnings.simplefilter("ignore")
+    faulthandler.dump_traceback_later(LONGEST_S, exit=True)  # where it hangs, rather than for ever
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1")

@@ -121,6 +121,52 @@ def test_what_is_added_is_compared_with_its_own_size():
     assert "attn.out.0" in gaff.sites(model, ids, names=True).refused
 
 
+def test_a_batch_that_is_padded_on_the_left_refuses_no_pattern():
+    """A query that may see nothing has a row of zeros."""
+    model, x = llama(), tokens()
+    mask = torch.ones_like(x)
+    mask[1, :2] = 0
+    told = gaff.sites(model, input_ids=x, attention_mask=mask, names=True)
+    assert "rows of attn.pattern.0 sum to 1" in str(told)
+    with gaff.capture(model, "names:attn.pattern.0") as got:
+        model(x)
+    assert torch.allclose(got["names:attn.pattern.0"].sum(-1), torch.ones(1))
+
+
+class AcrossChannels(nn.Module):
+    """Attention whose rows are channels, not positions."""
+
+    fused_attn = False  # as timm says that it is written out
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 4, 1)
+        return self.proj(((q @ k.transpose(-2, -1)).softmax(-1) @ v).permute(0, 3, 1, 2).flatten(2))
+
+
+class ChannelBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(8), AcrossChannels()
+        self.norm2, self.mlp = nn.LayerNorm(8), nn.Sequential()
+        self.mlp.fc1, self.mlp.act, self.mlp.fc2 = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def test_weights_between_channels_are_no_pattern():
+    model, x = nn.Sequential(), torch.randn(2, 6, 8)
+    model.blocks = nn.Sequential(ChannelBlock(), ChannelBlock())
+    assert "attn.z.0" in str(gaff.sites(model, x, names=True))
+    with pytest.raises(gaff.PlanError, match=r"attn.pattern.0 has a row for each position of attn.z.0 does not hold"):
+        gaff.capture(model, "names:attn.pattern.0")
+
+
 def test_what_adds_nothing_is_neither_held_nor_refused():
     model = llama()
     with torch.no_grad():

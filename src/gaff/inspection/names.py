@@ -412,7 +412,10 @@ def _of_parts(block: Block, number: int, passed: NamedValues) -> Iterator[Identi
                        lambda: values[pattern].flatten(0, 1)[:0])  # fmt: skip
     elif have(pattern):
         yield Identity((pattern,), f"rows of {pattern} sum to 1", lambda: values[pattern].sum(-1),
-                       lambda: torch.ones_like(values[pattern][..., 0]))  # fmt: skip
+                       lambda: _sums_of_rows(values[pattern]))  # fmt: skip
+        if have(mixed) and (counts := _positions(values[pattern], _flat(values[mixed])))[0] != counts[1]:
+            yield Identity((pattern,), f"{pattern} has a row for each position of {mixed}", counts.select(0, 0).clone,
+                           counts.select(0, 1).clone)  # fmt: skip
     is_whole = have(pattern, value) and _flat(values[value]).shape[1] == values[pattern].shape[-1]  # no keys of a cache
     if have(mixed) and is_whole:
         yield Identity((pattern, mixed), f"{mixed} = {pattern} @ {value}", lambda: _flat(values[mixed]),
@@ -432,6 +435,18 @@ def _of_parts(block: Block, number: int, passed: NamedValues) -> Iterator[Identi
 _LAYERS = (("ln1", "resid_pre"), ("ln2", "resid_mid"), ("attn.q", "ln1"), ("attn.k", "ln1"), ("attn.v", "ln1"),
            ("attn.out", "attn.z"), ("mlp.pre", "ln2"), ("mlp.pre_linear", "ln2"), ("mlp.out", "mlp.post"))  # fmt: skip
 _BEHIND = ("norm", "scale1", "scale2", "ls1", "ls2")
+
+
+def _sums_of_rows(pattern: Tensor) -> Tensor:
+    """What rows of attention weights sum to: 1, and 0 where a query sees nothing, as padding does."""
+    sees = (pattern != 0).any(-1)
+    return (sees if bool(sees.any()) else ~sees).to(pattern.dtype)
+
+
+def _positions(pattern: Tensor, mixed: Tensor) -> Tensor:
+    """How many queries attention weights ``[batch, heads, queries, keys]`` have, and positions what was mixed has."""
+    counts = [pattern.shape[0] * pattern.shape[2], mixed.numel() // max(1, mixed.shape[-1])]
+    return torch.tensor(counts, dtype=torch.float64, device="cpu")
 
 
 def _called(passed: NamedValues, site: Site, name: str) -> Tensor:

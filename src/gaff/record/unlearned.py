@@ -56,8 +56,9 @@ def does_not_fall(case: RunCase) -> Claim | None:
     told = f"the loss {name!r} is {curve.last:.4g} at the end and was {curve.first:.4g} at the beginning; guessing " \
            f"gives {case.guess[name]:.4g}"  # fmt: skip
     remedy = "gaff try runs it with other learning rates, on one batch, and with permuted inputs, and tells what helps"
-    return Claim("loss_does_not_fall", "possible", f"the loss does not fall in {case.steps} steps, and nothing else "
-                 "was found", (told,), 0, remedy, (), ("lr=10x", "lr=0.1x", "one-batch", "scramble"))  # fmt: skip
+    return Claim("loss_does_not_fall", "possible", f"the loss does not fall in {case.steps} steps, and nothing that "
+                 "was found tells why", (told,), 0, remedy, (),
+                 ("lr=10x", "lr=0.1x", "one-batch", "scramble"))  # fmt: skip
 
 
 @cause
@@ -158,8 +159,8 @@ def learning_rate_is_gone(case: RunCase) -> Claim | None:
     if case.has_settled:
         return None
     is_certain = 2 * sum(value < 1e-4 * highest for value in values) > len(values)
-    told = f"the learning rate fell from {max(highest, case.lr.start):.3g} to {values[-1]:.3g}, and was below a " \
-           f"hundredth by step {gone[0]}"  # fmt: skip
+    told = f"the learning rate fell from {max(highest, case.lr.start):.3g} to about {values[-1]:.3g}, and was below " \
+           f"a hundredth of that by step {gone[0]}"  # fmt: skip
     return Claim("learning_rate_is_gone", "certain" if is_certain else "possible",
                  "the learning rate is next to nothing for most of the run", (told,), gone[0],
                  "step the scheduler once an epoch, or count its steps in batches",
