@@ -291,3 +291,32 @@ def test_gradients_of_tensors_inside_a_value_by_the_address_of_the_whole(count):
     else:
         with pytest.raises(gaff.SiteError, match=r"names 2 tensors: say which, 0:grad_output\[0\], 0:grad_output\[1\]"):
             got["0:grad_output"]
+
+
+class Sorts(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+
+    def forward(self, x):
+        values, places = x.sort(1)
+        return (values, values * 2, places) if self.count == 2 else (values, places)
+
+
+def test_the_one_tensor_that_can_have_a_gradient_is_meant():
+    weights = torch.arange(6.0).view(2, 3)
+    model, x = nn.Sequential(nn.Linear(3, 3), Sorts(1)), torch.randn(2, 3)
+    with gaff.capture(model, "1:grad_output", "1:outer_grad") as got:
+        (model(x)[0] * weights).sum().backward()
+    assert torch.equal(got["1:grad_output"], weights)
+    assert torch.equal(got["1:outer_grad"], weights)
+    model[0].zero_grad()
+    with gaff.edit(model, {"1:grad_output": gaff.edits.zero()}):
+        (model(x)[0] * weights).sum().backward()
+    assert not model[0].weight.grad.any()
+    several = r"holds 3 tensors, 2 of which can have a gradient; it belongs to one; say which: 1:grad_output\[0\], "
+    with (
+        pytest.raises(gaff.SiteError, match=several),
+        gaff.capture(two := nn.Sequential(nn.Linear(3, 3), Sorts(2)), "1:grad_output"),
+    ):
+        two(x)

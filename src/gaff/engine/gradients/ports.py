@@ -76,7 +76,9 @@ class GradientArm(Act):
         if not found:
             tell_none(self._stream, crossing.run, crossing.call, value, is_exact=self._is_exact)
         if len(found) > 1 and self._is_exact:
-            raise ambiguous(self._site, self._site.key, found)
+            found = _the_one(found)
+            if len(found) > 1:
+                raise ambiguous(self._site, self._site.key, found)
         return found
 
     def _arm_late(self, tensor: Tensor, stream: Stream, crossing: Crossing) -> None:
@@ -279,7 +281,7 @@ def find_input(given: Arguments, site: Site, stream: Stream, is_exact: bool) -> 
     except KeyError as error:
         report_missing(site, stream, is_exact, error)
         return None
-    found = list(iter_tensors(value))
+    found = _the_one(list(iter_tensors(value)))
     if len(found) != 1:
         if is_exact and found:
             raise ambiguous(site, site.key, found)
@@ -309,6 +311,17 @@ def ambiguous(site: Site, key: Key, found: list[tuple[Key, Tensor]]) -> SiteErro
 
     Lists up to eight of those that can have a gradient, and of others only where there are no such.
     """
-    able = [one for one in found if one[1].is_floating_point() or one[1].is_complex()] or found
+    able = [one for one in found if _is_able(one[1])] or found
     names = ", ".join(f"{replace(site, call=None, key=(*key, *inner))}" for inner, _ in able[:8])
-    return SiteError(f"{site}: its value holds {len(found)} tensors, a gradient belongs to one; say which: {names}")
+    some = f", {len(able)} of which can have a gradient; it" if len(able) < len(found) else ", a gradient"
+    return SiteError(f"{site}: its value holds {len(found)} tensors{some} belongs to one; say which: {names}")
+
+
+def _is_able(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _the_one(found: list[tuple[Key, Tensor]]) -> list[tuple[Key, Tensor]]:
+    """The only one that can have a gradient, as the values beside the indices of a sort; all where it is not one."""
+    able = [one for one in found if _is_able(one[1])]
+    return able if len(able) == 1 else found
