@@ -320,3 +320,14 @@ def test_the_one_tensor_that_can_have_a_gradient_is_meant():
         gaff.capture(two := nn.Sequential(nn.Linear(3, 3), Sorts(2)), "1:grad_output"),
     ):
         two(x)
+
+
+def test_a_parameter_of_functional_call_is_told_and_nothing_is_called_skipped():
+    model, x = nn.Sequential(nn.Linear(3, 2)), torch.ones(1, 3)
+    own = {name: one.detach().clone().requires_grad_() for name, one in model.named_parameters()}
+    with gaff.capture(model, "0.weight:grad") as got:
+        torch.func.functional_call(model, own, x).sum().backward()
+    assert torch.equal(got["0.weight:grad"], own["0.weight"].grad)
+    (row,) = got.receipt.rows
+    assert (row.fired, row.skipped) == (1, 0)
+    assert "or one stood in for it" in row.reason

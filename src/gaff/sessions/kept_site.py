@@ -240,7 +240,7 @@ class KeptSite:
 
     def rows(self) -> list[ReceiptRow]:
         """A row of the receipt for each pattern that names this site, or why nothing came."""
-        if not self.fired and not self.reasons:
+        if not (self.fired or self.reasons or self.remarks):
             is_gradient = self.site.port in (*GRADIENT_PORTS, "grad")
             missing = NO_BACKWARD if is_gradient else NOT_CALLED
             return [ReceiptRow(name, str(self.site), reason=missing) for name in self.patterns]

@@ -98,7 +98,7 @@ class LeafGradient:
             return
         tensor = self._find()
         if tensor is not self._tensor and self._tensor is not None:
-            self._stream.skip(REPLACED)
+            self._stream.remark(REPLACED)
             self._let_go(self._tensor)
         self._tensor = tensor
         known = self._hooked.get(id(tensor))
