@@ -166,6 +166,30 @@ def test_every_evaluation_is_heard_whatever_mode_the_model_is_trained_in(tmp_pat
     assert [finding.rule for finding in record.findings] == ([] if train else ["eval_mode_in_training"])
 
 
+def test_labels_that_are_learned_by_heart_in_epochs_of_four_batches(tmp_path):
+    torch.manual_seed(0)
+    x, y, others, theirs = (
+        torch.randn(160, 20),
+        torch.randint(10, (160,)),
+        torch.randn(99, 20),
+        torch.randint(10, (99,)),
+    )
+    model = nn.Sequential(nn.Linear(20, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer, losses = torch.optim.Adam(model.parameters(), 1e-2), []
+    with gaff.watch(out=tmp_path / "run", every=5):
+        for _ in range(40):
+            for at in range(0, 160, 40):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x[at : at + 40]), y[at : at + 40]).backward()
+                optimizer.step()
+            with torch.no_grad():
+                losses.append(F.cross_entropy(model.eval()(others), theirs).item())
+            model.train()
+    record = gaff.load(tmp_path / "run")
+    assert [told["losses"]["cross_entropy"] for _, told in record.events("evaluated")] == pytest.approx(losses)
+    assert "memorises the training examples" in record.verdict.cause
+
+
 @pytest.mark.parametrize(("kept", "name"), [(1, "frozen_by_accident"), (2, "")])
 def test_what_is_frozen(tmp_path, kept, name):
     torch.manual_seed(0)

@@ -22,6 +22,7 @@ _LOOKED_AT = (1, 10, 100, 1000, 10_000)  # runs of one evaluation
 _EVER = 1 << 62
 _FEW = 4
 _OFTEN = 5  # steps: what runs without gradients more often than that is a rollout or a teacher, and no evaluation
+_HEARD = 3  # steps: whose losses are heard, since rollouts and teachers have none without gradients
 _MOST_RUNS = 256  # without any step
 _EACH = 8  # runs of a step of which each is looked at
 _THEN = 32  # of so many one
@@ -163,7 +164,7 @@ class Looks:
     def _listen(self, step: int) -> int:
         """Hear the losses of an evaluation that a run may begin; returns how many steps ago the latest one was."""
         since, self._latest_eval = step - self._latest_eval, step
-        if since >= _OFTEN:
+        if since >= _HEARD:
             self._heard.listen(step)
         return since
 
