@@ -166,6 +166,29 @@ def test_every_evaluation_is_heard_whatever_mode_the_model_is_trained_in(tmp_pat
     assert [finding.rule for finding in record.findings] == ([] if train else ["eval_mode_in_training"])
 
 
+WRITTEN_OUT = {
+    "softmax, logarithm": lambda z, y, dim: -torch.log(z.softmax(dim)[torch.arange(len(y)), y] + 1e-8).mean(),
+    "gathered": lambda z, y, dim: -z.softmax(dim).gather(1, y[:, None]).clamp(min=1e-9).log().mean(),
+    "log_softmax": lambda z, y, dim: -z.log_softmax(dim)[torch.arange(len(y)), y].sum() / len(y),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("kind", WRITTEN_OUT)
+def test_a_likelihood_that_is_written_out_normalises_over_the_classes(tmp_path, kind, dim):
+    torch.manual_seed(0)
+    x, y = torch.randn(96, 8), torch.randint(5, (96,))
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 5))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for at in range(60):
+            optimizer.zero_grad()
+            chosen = torch.arange(at, at + 32) % 96
+            WRITTEN_OUT[kind](model(x[chosen]), y[chosen], dim).backward()
+            optimizer.step()
+    assert [one.rule for one in gaff.load(tmp_path / "run").findings] == (["softmax_axis"] if dim == 0 else [])
+
+
 def test_labels_that_are_learned_by_heart_in_epochs_of_four_batches(tmp_path):
     torch.manual_seed(0)
     x, y, others, theirs = (

@@ -216,7 +216,8 @@ def double_softmax(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.5,
 )
 def softmax_axis(sample: Sample, past: Past) -> Iterator[Hit]:
-    """log_softmax over dimension 0 of a two-dimensional input of nll_loss; read from the autograd graph. Certain."""
+    """log_softmax over dimension 0 of a two-dimensional input of nll_loss, or of a likelihood that is written out and
+    picks one number of each row; read from the autograd graph. Certain."""
     found = sample.facts.get("axis")
     if found:
         yield Hit(("", ""), f"the loss {found!r} normalises over the batch: its softmax has dim=0")

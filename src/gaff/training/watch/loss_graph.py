@@ -24,6 +24,9 @@ _POSITIVE = {"NllLossBackward": "a cross entropy", "NllLoss2DBackward": "a cross
 _TWICE = {("LogSoftmaxBackward", "SoftmaxBackward"): "softmax",
           ("BinaryCrossEntropyWithLogitsBackward", "SigmoidBackward"): "sigmoid"}  # fmt: skip
 _SEVERAL = ("AddBackward", "DotBackward", "StackBackward", "CatBackward")  # of what they may make one
+_PICKED = {"IndexBackward", "GatherBackward"}
+_AROUND_PICKED = {*_PICKED, "NegBackward", "MeanBackward", "SumBackward", "DivBackward", "MulBackward", "LogBackward",
+            "AddBackward", "ClampBackward", "ClampMinBackward"}  # fmt: skip
 _ENDS = ("NegBackward", "MeanBackward", "LogBackward", "ClampBackward", "ClampMinBackward", "ClampMaxBackward")
 _PAIRWISE = ("MseLossBackward", "SmoothL1LossBackward", "HuberLossBackward", "L1LossBackward", "AbsBackward")
 _BY_HAND = (
@@ -53,7 +56,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     - ``classes``: how many classes a mean of the negative log-likelihood has that is the loss itself, no part of a sum
     - ``mean_of``: that a mean squared or absolute error, or a mean binary cross entropy, is it
     - ``nll``: that it, or a CTC loss, was not given log-probabilities
-    - ``axis``: that its log_softmax ran over the batch
+    - ``axis``: that its softmax or log_softmax ran over the batch
     - ``doubled``: that a softmax or a sigmoid was applied twice
     - ``negated``: that the loss is minus one that is never negative
     - ``bounded``: that a loss of torch's is given what an activation has cut off
@@ -147,6 +150,9 @@ def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: di
         _note_classes(chain, names, at, before, name, found)
         if _is_of_pairs(chain, names, at):
             found["scores"] = name
+    is_picked = _is_picked(names[:at])
+    if one == "LogSoftmaxBackward" and is_picked:
+        _note_softmax(chain[at], name, found, is_end=False, is_of_nll=True)
     if one == "SoftmaxBackward":
         is_end = all(_is_view(other) or other in _ENDS or other.startswith(_OF_TARGETS) for other in names[:at])
         _note_softmax(
@@ -154,11 +160,17 @@ def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: di
             name,
             found,
             is_end=is_end,
-            is_of_nll=names[before] == "LogBackward" and names[0][:7] == "NllLoss",
+            is_of_nll=(names[before] == "LogBackward" and names[0][:7] == "NllLoss")
+            or (is_picked and "LogBackward" in names[:at]),
         )
     if one.startswith("BinaryCrossEntropy"):
         _note_targets(chain[at], name, found)
     _note_behind(one, names[at + 1 :], name, found)
+
+
+def _is_picked(names: list[str]) -> bool:
+    """Whether one number of each row is picked by its place, as a likelihood that is written out does with labels."""
+    return not _PICKED.isdisjoint(names) and all(_is_view(one) or one in _AROUND_PICKED for one in names)
 
 
 def _note_softmax(node: Any, name: str, found: dict[str, Any], *, is_end: bool, is_of_nll: bool) -> None:
