@@ -189,6 +189,30 @@ def test_a_likelihood_that_is_written_out_normalises_over_the_classes(tmp_path, 
     assert [one.rule for one in gaff.load(tmp_path / "run").findings] == (["softmax_axis"] if dim == 0 else [])
 
 
+LIKELIHOODS = {
+    "no minus": (lambda p, y: p[torch.arange(len(y)), y].mean(), ["loss_sign"]),
+    "two": (lambda p, y: -(-p.gather(1, y[:, None]).squeeze(1)).mean() * 2, ["loss_sign"]),
+    "behind": (lambda p, y: p[torch.arange(len(y)), y].mean() * -1, []),
+    "inside": (lambda p, y: (-p.gather(1, y[:, None])).sum() / len(y), []),
+    "by advantages": (lambda p, y: (p[torch.arange(len(y)), y] * torch.linspace(-1, 1, len(y))).mean(), []),
+}
+
+
+@pytest.mark.parametrize("kind", LIKELIHOODS)
+def test_a_likelihood_without_its_minus(tmp_path, kind):
+    torch.manual_seed(0)
+    x, (loss_of, rules) = torch.randn(96, 8), LIKELIHOODS[kind]
+    y, model = x[:, :5].argmax(1), nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 5))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for at in range(40):
+            optimizer.zero_grad()
+            chosen = torch.arange(at, at + 32) % 96
+            loss_of(model(x[chosen]).log_softmax(1), y[chosen]).backward()
+            optimizer.step()
+    assert [one.rule for one in gaff.load(tmp_path / "run").findings] == rules
+
+
 def test_labels_that_are_learned_by_heart_in_epochs_of_four_batches(tmp_path):
     torch.manual_seed(0)
     x, y, others, theirs = (

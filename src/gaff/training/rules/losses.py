@@ -21,15 +21,16 @@ _WITH_TARGETS = ("cross_entropy", "nll_loss", *_PAIRWISE)
     "loss_sign",
     severity="error",
     means="the loss is turned around: training makes it worse",
-    cause="an extra minus sign before the loss, or maximize=True of an optimizer without one",
-    remedy="remove the minus before the loss, or set maximize=False",
+    cause="an extra minus sign before the loss, a missing one before a log-likelihood, or maximize=True without one",
+    remedy="turn the sign of the loss round, or set maximize=False",
     least=3,
     share=0.5,
     hides=("diverging", "exploding", "update_large", "dead_units", "saturated"),
 )
 def loss_sign(sample: Sample, past: Past) -> Iterator[Hit]:
     """A minus right before a cross entropy, a squared or an absolute error, read from the autograd graph, of which the
-    optimizer lowers the negative; or none, and an optimizer with ``maximize=True``.
+    optimizer lowers the negative; or none, and an optimizer with ``maximize=True``. Or no minus before the mean of
+    log-probabilities that labels pick.
 
     In runs with one optimizer and one loss, which steps the model's own parameters, those of its last layer too:
     adversaries are trained so, as what is to fool a model that stays as it is.

@@ -361,6 +361,10 @@ def _note_turned(chain: list[Any], names: list[str], factor: float, name: str, f
     at = names[:1].count("NegBackward") if factor > 0 else 0
     if is_turned and _is_error_by_hand(chain[at:], names[at:]):
         found["negated"] = {"loss": name, "of": "a mean or sum of squared or absolute differences"}
+    behind = names[: names.index("LogSoftmaxBackward")] if "LogSoftmaxBackward" in names else []
+    is_plain = _is_picked(behind) and "MulBackward" not in behind  # not by advantages, as a policy's is
+    if is_plain and not (behind.count("NegBackward") + (factor < 0)) % 2:
+        found["negated"] = {"loss": name, "of": "a negative log-likelihood"}
 
 
 def _note_sign(names: list[str], name: str, found: dict[str, Any]) -> None:
