@@ -162,11 +162,13 @@ class _Call:
         """
         found = self.own
         if found is None:
-            bases = (base.__dict__ for base in self.kind.__mro__[1:])
-            found = next((base["__call__"] for base in bases if "__call__" in base), nn.Module.__call__)
-        if type(found) is FunctionType or type(found) is _Call:
-            return found.function if type(found) is _Call else found
-        return partial(_call_descriptor, found)
+            for base in self.kind.__mro__[1:]:  # no generator: asked at each call of a module inside another
+                if "__call__" in base.__dict__:
+                    found = base.__dict__["__call__"]
+                    break
+        if type(found) is FunctionType:
+            return found
+        return found.function if type(found) is _Call else partial(_call_descriptor, found)
 
 
 def _function_of(stand: _Call) -> Any:
