@@ -381,6 +381,9 @@ def every(folder):
     """
     import gaff.training.watch.launched as launched
 
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) == signal.SIG_IGN:  # as a job in the background inherits it, and would sleep on
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     train(1, tell=lambda *_, **__: None)  # the first step imports more than torch itself
     told = {"quiet": True, "plain": False, "every": 1}
     ended = {}
