@@ -6,6 +6,7 @@ What is told to communicate must be asked on every process of the mesh; nothing 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 from collections import Counter
@@ -439,7 +440,7 @@ def agree(ranks: tuple[int, ...], request: str | Callable[[], str]) -> None:
     which = f"gaff/{name}/{_ASKED[name]}"
     keys = {rank: f"{which}/{rank}" for rank in ranks}
     store.set(keys[own], "asked")
-    store.set(_WAITS.format(own), f"{which} {request}")
+    store.set(_WAITS.format(own), json.dumps([which, ranks, request]))
     try:
         _await(store, keys, request)
     except BaseException:
@@ -463,18 +464,20 @@ def _await(store: Any, keys: dict[int, str], request: str) -> None:
             return
         except RuntimeError:
             missing = [rank for rank, key in keys.items() if not store.check([key])]
-        waits = {
-            rank: store.get(_WAITS.format(rank)).decode() for rank in missing if store.check([_WAITS.format(rank)])
-        }
-        # this process may have asked for that before, and the other is about to go on
-        now = {rank: text for rank, text in waits.items() if text and not store.check([f"{text.split()[0]}/{own}"])}
-        told = [f"rank {rank} for {text.partition(' ')[2]!r}" for rank, text in now.items() if before.get(rank) == text]
+        waits = [rank for rank in missing if store.check([_WAITS.format(rank)])]
+        now = {rank: text for rank in waits if (text := store.get(_WAITS.format(rank)).decode())}
+        told = []
+        for rank, text in now.items():
+            which, ranks, other = json.loads(text)
+            # what this process has asked for before, the other is about to leave; what it has no part in, it will leave
+            if before.get(rank) == text and own in ranks and not store.check([f"{which}/{own}"]):
+                told.append(f"rank {rank} for {other!r}")
         before = now
         if told:
             sleep(3 * glance_s)
         elif missing and monotonic() > until:
-            ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            told = [f"{ranks} did not within {PATIENCE_S:g} s"]
+            absent = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            told = [f"{absent} did not within {PATIENCE_S:g} s"]
         if told:
             raise PlanError(
                 f"rank {own} asks for {request!r}, and {', '.join(told)}: expected the same on all {len(keys)} "
