@@ -191,7 +191,9 @@ def test_a_likelihood_that_is_written_out_normalises_over_the_classes(tmp_path, 
 
 LIKELIHOODS = {
     "no minus": (lambda p, y: p[torch.arange(len(y)), y].mean(), ["loss_sign"]),
-    "two": (lambda p, y: -(-p.gather(1, y[:, None]).squeeze(1)).mean() * 2, ["loss_sign"]),
+    "two": (lambda p, y: -(-p.gather(1, y[:, None]).squeeze(1)).mean() / 2, ["loss_sign"]),
+    "by one advantage": (lambda p, y: -p.gather(1, y[:, None]).mean() * -0.5, []),
+    "by a cost": (lambda p, y: p.gather(1, y[:, None]).mean() * 3.0, []),
     "behind": (lambda p, y: p[torch.arange(len(y)), y].mean() * -1, []),
     "inside": (lambda p, y: (-p.gather(1, y[:, None])).sum() / len(y), []),
     "by advantages": (lambda p, y: (p[torch.arange(len(y)), y] * torch.linspace(-1, 1, len(y))).mean(), []),

@@ -150,9 +150,8 @@ class Looks:
             sampled = self._target = SampledStep(step, "eval", self._models, self._shield)
             sampled.facts["training"] = module.training
             often = self._in_training_mode.get(model.name, 0)  # a rollout or teacher in each step is no evaluation
-            if often >= 10 or (
-                often and min(since, step) >= _OFTEN
-            ):  # of functions it is heard whether one is a dropout
+            # a dropout that is a function is heard
+            if often >= 10 or (often and min(since, step) >= _OFTEN):
                 sampled.facts["train_mode"] = [model.name] if step_facts.has_modes(module) else []
             sampled.root_given(model.name, self._models.path_of(module), *given)
             self._calls.switch(is_on=True)

@@ -26,7 +26,7 @@ _TWICE = {("LogSoftmaxBackward", "SoftmaxBackward"): "softmax",
 _SEVERAL = ("AddBackward", "DotBackward", "StackBackward", "CatBackward")  # of what they may make one
 _PICKED = {"IndexBackward", "GatherBackward"}
 _AROUND_PICKED = {*_PICKED, "NegBackward", "MeanBackward", "SumBackward", "DivBackward", "MulBackward", "LogBackward",
-            "AddBackward", "ClampBackward", "ClampMinBackward"}  # fmt: skip
+                  "AddBackward", "ClampBackward", "ClampMinBackward"}  # fmt: skip
 _ENDS = ("NegBackward", "MeanBackward", "LogBackward", "ClampBackward", "ClampMinBackward", "ClampMaxBackward")
 _PAIRWISE = ("MseLossBackward", "SmoothL1LossBackward", "HuberLossBackward", "L1LossBackward", "AbsBackward")
 _BY_HAND = (
@@ -88,6 +88,8 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
         inner = next((one for one in names if one != "MeanBackward" and not _is_view(one)), "")
         found["factor"] = {"loss": name, "by": abs(factor), "weight": 1.0 if inner in _SEVERAL else abs(weight)}
     _note_turned(chain, names, factor, name, found)
+    if weight == 1.0:  # a policy's is multiplied by an advantage, or a cost, of any sign
+        _note_likelihood(names, name, found)
     if names[:1] == ["RsubBackward"]:  # a number less the loss: of its value nothing can be said
         return found
     first = next((at for at, one in enumerate(names) if not _is_view(one)), None)
@@ -361,9 +363,12 @@ def _note_turned(chain: list[Any], names: list[str], factor: float, name: str, f
     at = names[:1].count("NegBackward") if factor > 0 else 0
     if is_turned and _is_error_by_hand(chain[at:], names[at:]):
         found["negated"] = {"loss": name, "of": "a mean or sum of squared or absolute differences"}
+
+
+def _note_likelihood(names: list[str], name: str, found: dict[str, Any]) -> None:
+    """Note that the loss is a mean or sum of log-probabilities that labels pick, without a minus, and not weighted."""
     behind = names[: names.index("LogSoftmaxBackward")] if "LogSoftmaxBackward" in names else []
-    is_plain = _is_picked(behind) and "MulBackward" not in behind  # not by advantages, as a policy's is
-    if is_plain and not (behind.count("NegBackward") + (factor < 0)) % 2:
+    if _is_picked(behind) and "MulBackward" not in behind and not behind.count("NegBackward") % 2:
         found["negated"] = {"loss": name, "of": "a negative log-likelihood"}
 
 

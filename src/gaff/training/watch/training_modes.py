@@ -14,12 +14,11 @@ class TrainingModes:
     """Tells calls that train from those that evaluate, each when it begins.
 
     One with gradients trains if its model is in training mode. A model in eval mode trains where the step before was
-    made with no call in training mode, and before the first step. ``in_eval``: models with a dropout or BatchNorm that
-    were trained so since this was last emptied.
+    made with no call in training mode, and before the first step.
     """
 
     def __init__(self) -> None:
-        self.in_eval: set[str] = set()
+        self._in_eval: set[str] = set()  # models trained so whose mode matters, since these were last taken
         self._trained: set[str] | None = None  # in eval mode in the step before; None before the first
         self._ran: set[str] = set()  # with gradients in eval mode, in this step
         self._is_any_in_training = False
@@ -46,13 +45,13 @@ class TrainingModes:
             self._trained = set()
         elif self._ran:
             self._trained = (self._trained or set()) | self._ran
-            self.in_eval |= {name for name in self._ran if self._matters[name]}
+            self._in_eval |= {name for name in self._ran if self._matters[name]}
         self._ran.clear()
         self._is_any_in_training = False
 
     def take_in_eval(self) -> list[str]:
-        """The models that were trained in eval mode since this was last asked, in order."""
-        found = sorted(self.in_eval)
-        self.in_eval.clear()
+        """The models with a dropout or BatchNorm that were trained in eval mode since this was last asked, in order."""
+        found = sorted(self._in_eval)
+        self._in_eval.clear()
         self._matters = {name: self._matters[name] for name in self._ran}  # modes may change
         return found
