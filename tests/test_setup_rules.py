@@ -189,6 +189,21 @@ def test_a_likelihood_that_is_written_out_normalises_over_the_classes(tmp_path, 
     assert [one.rule for one in gaff.load(tmp_path / "run").findings] == (["softmax_axis"] if dim == 0 else [])
 
 
+def test_a_teacher_in_eval_mode_does_not_train(tmp_path):
+    torch.manual_seed(0)
+    student, teacher = classifier(), classifier().eval()
+    optimizer = torch.optim.SGD(student.parameters(), 1e-2)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for _ in range(12):
+            optimizer.zero_grad()
+            x = torch.randn(8, 8)
+            F.mse_loss(student(x), teacher(x).detach()).backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert set(record.scalar("samples").values) == {8}
+    assert not record.findings
+
+
 LIKELIHOODS = {
     "no minus": (lambda p, y: p[torch.arange(len(y)), y].mean(), ["loss_sign"]),
     "two": (lambda p, y: -(-p.gather(1, y[:, None]).squeeze(1)).mean() / 2, ["loss_sign"]),

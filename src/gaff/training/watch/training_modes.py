@@ -14,7 +14,7 @@ class TrainingModes:
     """Tells calls that train from those that evaluate, each when it begins.
 
     One with gradients trains if its model is in training mode. A model in eval mode trains where the step before was
-    made with no call in training mode, and before the first step.
+    made with no call in training mode, and before the first step until there is one.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,9 @@ class TrainingModes:
         self._ran.add(model.name)
         if model.name not in self._matters:
             self._matters[model.name] = step_facts.is_all_in_eval(module)
-        return self._trained is None or model.name in self._trained
+        if self._trained is None:
+            return not self._is_any_in_training
+        return model.name in self._trained
 
     def stepped(self) -> None:
         """A step of the run is over."""
