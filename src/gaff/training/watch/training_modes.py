@@ -42,7 +42,7 @@ class TrainingModes:
         return model.name in self._trained
 
     def stepped(self) -> None:
-        """A step of the run is over."""
+        """An optimizer has ended a step of the run: what is called from now on belongs to the next one."""
         if self._is_any_in_training:
             self._trained = set()
         elif self._ran:

@@ -232,6 +232,7 @@ class Watcher:
     def _step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped; the leading one ends the step of the run, at once where there is no other."""
         if self._steps.optimizers.has(optimizer) and self._steps.ends(optimizer, self._looks.sampled):
+            self._looks.modes.stepped()
             self._losses.lr, began = rate_of(optimizer), self._steps.at.began
             self._flight.ended(self.step, perf_counter() - began, self._losses.numbers(), self._batches.samples)
             if self._steps.is_alone():
@@ -259,7 +260,6 @@ class Watcher:
         """A step of the run is over, if one has ended, with those of other optimizers: hand on what was seen of it."""
         if self._steps.at.ended_at is None:
             return
-        self._looks.modes.stepped()
         seconds = self._steps.at.complete()
         sampled = self._end_look() if self._looks.sampled is not None else None
         self._pulse(seconds)
