@@ -25,13 +25,22 @@ def global_state():
     optimizer = sys.modules["torch.optim.optimizer"]
     stance = sys.modules.get("torch._dynamo.eval_frame")
     return {
-        **{name: len(getattr(module_hooks, name)) for name in GLOBAL_TABLES},
-        "optimizer hooks": len(optimizer._global_optimizer_post_hooks) + len(optimizer._global_optimizer_pre_hooks),
+        **{name: _named(getattr(module_hooks, name)) for name in GLOBAL_TABLES},
+        "optimizer hooks": _named(optimizer._global_optimizer_post_hooks)
+        + _named(optimizer._global_optimizer_pre_hooks),
         "dispatch modes": len(_get_current_dispatch_mode_stack()),
         "function modes": torch._C._len_torch_function_stack(),
         "grad mode": torch.is_grad_enabled(),
         "stance": getattr(getattr(stance, "_stance", None), "stance", "default"),
     }
+
+
+def _named(hooks):
+    """Each hook by the function that it is, so that what is left behind says whose it is."""
+    return [
+        f"{hook.__module__}.{hook.__qualname__}" if hasattr(hook, "__qualname__") else repr(hook)
+        for hook in hooks.values()
+    ]
 
 
 def pytest_addoption(parser):

@@ -238,7 +238,23 @@ def test_reading_too_early_or_in_the_wrong_way(model, x):
             got.run(9)["conv"]
         with pytest.raises(gaff.SiteError, match=r"got\[0\]: expected an address as text"):
             got[0]
-    assert got.receipt.rows[1].reason == "it was not called"
+    assert got.receipt.rows[1].reason == "it was not called, or did not return"
+
+
+def test_a_module_that_raised_is_not_told_never_to_have_been_called():
+    class Falls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(4, 4)
+
+        def forward(self, x):
+            try:
+                return self.first(x)
+            except RuntimeError:
+                return self.second(x)
+
+    with pytest.raises(gaff.NeverFiredError, match="not called in these runs, or did not return"):
+        gaff.take(Falls(), "first")(torch.ones(2, 4))
 
 
 def test_the_gradient_of_what_an_unfollowed_object_holds_is_refused_and_not_told_as_none():

@@ -320,7 +320,7 @@ def raise_if_silent(receipt: Receipt, excused: AbstractSet[str] = frozenset()) -
     elif not receipt.runs:
         hint = "the model was never called inside the session (or only inside a backward pass, or on another thread)"
     else:
-        hint = "the modules were not called in these runs"
+        hint = "the modules were not called in these runs, or did not return"
         hint += ", or not so often" if any("@" in name for name in silent) else ""
         hint += ", or only on another thread"
     why = reasons[0] if reasons else hint

@@ -28,7 +28,7 @@ from gaff.sessions.checked_edit import CheckedEdit, need_mixable
 from gaff.sessions.edit_size import EditSize
 from gaff.sessions.receipt import ReceiptRow, merge_reasons
 
-NOT_CALLED = "it was not called"
+NOT_CALLED = "it was not called, or did not return"
 NO_BACKWARD = "no gradient came by while the session was open"
 _MEASURED_FIRST = 16  # events that are measured one by one; later ones at powers of two, so that long runs pay nothing
 

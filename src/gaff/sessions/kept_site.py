@@ -33,7 +33,7 @@ from gaff.sessions.receipt import ReceiptRow, merge_reasons
 
 REPLACED = "the module was replaced while the session was open: what is at this address now was not seen"
 ENDLESS = "the tensor is a wrapper that lies inside itself, of which torch can read nothing"
-NOT_CALLED = "it was not called"
+NOT_CALLED = "it was not called, or did not return"
 NO_GRAPH = "kept without its autograd graph: grad mode was off there, as in the first pass of a reentrant checkpoint"
 NO_BACKWARD = "no backward pass reached it"
 

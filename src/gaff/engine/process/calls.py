@@ -327,14 +327,14 @@ class ModuleHooks:
 
     def switch_on(self) -> None:
         """Put both hooks on torch's global tables, behind those of others; nothing happens where they are on."""
-        if not self._handles:
-            self._handles = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
+        if not self._handles:  # each is kept as soon as it is on: whoever interrupts this can take it off
+            self._handles.append(register_module_forward_pre_hook(self._enter))
+            self._handles.append(register_module_forward_hook(self._leave))
 
     def switch_off(self) -> None:
         """Take both hooks off; nothing happens where they are not on."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        while self._handles:
+            self._handles.pop().remove()
 
 
 def is_compiled(module: nn.Module) -> bool:
