@@ -59,10 +59,10 @@ def test_who_closes_waits_for_what_another_thread_is_doing(monkeypatch):
     monkeypatch.setattr(SampledStep, "close", slow)
     model = programs.Net()
     watching = gaff.watch(model, every=1)
-    trains = threading.Thread(target=programs.train, args=(model, torch.optim.SGD(model.parameters(), 0.1), 1))
+    trains = threading.Thread(target=programs.train, args=(model, torch.optim.SGD(model.parameters(), 0.1), 3))
     closes = threading.Thread(target=watching.remove)
     trains.start()
-    entered.wait(60)
+    assert entered.wait(60)  # by the second step, which completes the first
     closes.start()
     closes.join(0.1)
     assert closes.is_alive()
