@@ -1,6 +1,7 @@
 """Patches from another site: of another run, and of the very run that is edited."""
 
 import gc
+import random
 import threading
 import weakref
 
@@ -403,3 +404,59 @@ def test_one_clean_example_goes_into_another_position_of_each_row():
     places = [edits.at(keep.rows(n), edits.patch(got, positions=n)) for n in range(3)]
     with gaff.edit(model, {"0": places}):
         assert torch.equal(model(given)[..., 0], torch.diag(torch.tensor([1.0, 2.0, 3.0])))
+
+
+def test_values_keep_their_places_however_places_nest():
+    draw = random.Random(0)
+    for _ in range(300):
+        rows, positions = draw.choice([1, 2, 3]), draw.choice([1, 2, 3, 5])
+        x, whole = torch.randn(rows, positions, 3), torch.arange(rows * positions * 4).view(rows, positions, 4)
+        model = nn.Linear(3, 4)
+        parts, places = [whole], []
+        for _ in range(draw.choice([1, 2, 3])):
+            if parts[-1].dim() == 3 and not parts[-1].shape[-1] % 2 and draw.random() < 0.2:
+                places.append(keep.heads(draw.choice([[0], [1], [1, 0]]), 2))
+            else:
+                dim = draw.randrange(parts[-1].dim())
+                chosen = draw.sample(range(parts[-1].shape[dim]), draw.randint(1, parts[-1].shape[dim]))
+                places.append(keep.rows(draw.choice([chosen, chosen[0]]), dim=dim))
+            parts.append(places[-1](parts[-1]))
+        values = torch.randn(draw.choice(parts).shape)
+        level = max(at for at, part in enumerate(parts) if part.shape == values.shape)
+        while level and parts[level - 1].shape == values.shape:
+            level -= 1  # what has the shape of several is of the outermost of them
+        given = values
+        for place in places[level:]:
+            given = place(given)
+        edit = draw.choice([edits.patch, edits.replace])(values)
+        for place in reversed(places):
+            edit = edits.at(place, edit)
+        with torch.no_grad(), gaff.edit(model, {":output": edit}):
+            edited = model(x).flatten()
+        want = model(x).detach().flatten()
+        want[parts[-1].flatten()] = given.flatten()
+        assert torch.equal(edited, want), (places, values.shape, whole.shape)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 0]])
+def test_rows_in_another_order_get_their_own_values_whatever_lies_inside(order):
+    model, clean, corrupt = nn.Linear(3, 4), torch.randn(3, 5, 3), torch.randn(3, 5, 3)
+    mask = torch.rand(5, 4) < 0.5
+    with gaff.capture(model, ":output") as got:
+        model(clean)
+    theirs, ours = model(clean).detach(), model(corrupt).detach()
+    cases = [
+        (edits.patch(got, positions=2), (slice(None), [2])),
+        (edits.patch(got, positions={2: 1}), (slice(None), [2])),
+        (edits.at(mask, edits.patch(got)), (slice(None), mask)),
+        (edits.at(keep.positions([4, 1, 2, 3, 0]), edits.at(keep.heads(0, 2), edits.patch(got))),
+         (slice(None), slice(None), slice(2))),
+        (edits.when(edits.at(keep.heads(1, 2), edits.replace(theirs)), runs=0),
+         (slice(None), slice(None), slice(2, 4))),
+    ]  # fmt: skip
+    for number, (edit, at) in enumerate(cases):
+        want, given = ours.clone(), theirs[:, [1]] if number == 1 else theirs[at]
+        want[at] = given
+        want = torch.stack([want[row] if row in order else ours[row] for row in range(3)])
+        with torch.no_grad(), gaff.edit(model, {":output": edits.at(keep.rows(order), edit)}):
+            assert torch.equal(model(corrupt), want), number

@@ -218,6 +218,11 @@ def at(index: Part | Heads | Tensor, edit: Any) -> At:
 
     ``at(keep.rows(0), at(keep.heads(3, 12), zero()))`` nests. Different rows of one batch may get different edits:
     a list of ``at`` at one site, many experiments in one forward.
+
+    Values from elsewhere (``replace``, ``patch``, ``ablate``) may have the shape of the place, or of all that passes,
+    or of a place between the two where they nest; they are taken from there as the place is. Where these have one
+    shape, since the place names all rows in another order, they are those of all that passes, also where a capture has
+    kept that place alone.
     """
     is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
     if not is_mask and not isinstance(index, (Part, Heads)):

@@ -73,43 +73,75 @@ class At:
             for number, inner in enumerate(edit.edits):
                 tensor = self._changed(tensor, inner, among(event, number))
             return tensor
-        part = self.index(tensor)  # type: ignore[operator]  # no mask
-        _need_once(self.index, tensor)
-        new_part = self._change_part(tensor, part, edit, event)
+        place: Any = self.index  # no mask
+        part = place(tensor)
+        _need_once(place, tensor)
+        new_part = _placed(edit, place, tensor, part.shape).change(part, event)
         if new_part.shape != part.shape or new_part.dtype != part.dtype:
             raise PlanError(f"edit of a part of {describe(part)} returned {describe(new_part)}: expected the same")
-        new, index = tensor.clone(), self.index
-        if isinstance(index, Heads):
-            new.unflatten(-1, (index.count, -1))[..., list(index.index), :] = new_part
-            return new
-        places: Any = index
-        at: list[Any] = [slice(None)] * tensor.dim()
-        at[places.dim] = [places.index] if isinstance(places.index, int) else _plain(places.index)
-        new[tuple(at)] = new_part
-        return new
+        return _put(place, tensor, new_part)
 
-    def _change_part(self, tensor: Tensor, part: Tensor, edit: Edit, event: Event) -> Tensor:
-        """Edit the part alone; values from elsewhere may have the shape of the part, or of the whole.
 
-        Which of the two they have is found by trying: where the part does not fit, the whole is edited and the part
-        taken of it. Values for a part as large as the whole, such as all its rows in another order, are of the whole.
-        Places that a patch names along this one's dimension count in the part.
+@dataclass(frozen=True, eq=False)
+class _OfPart:
+    """``edit``, which brings values from elsewhere, at ``place`` of ``whole`` alone, a part that has ``shape``.
+
+    Its values may be of the part, or of the whole, of which they are then taken as the part is. Which of the two they
+    are is found by trying: what does not fit the part is of the whole. Values for a part as large as the whole, such as
+    all its rows in another order, are of the whole. Places that a patch names along the dimension of ``place`` count in
+    the part.
+    """
+
+    edit: Edit
+    place: Part | Heads
+    whole: Tensor
+    shape: torch.Size
+    is_pure = _asked("is_pure", "Whether the inner edit is pure.")
+
+    def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """The part with other values; or a part of it, which another place inside names, and which is asked for first.
+
+        Raises PlanError where the values fit neither: there the part around is asked for next.
         """
-        whole: Any = self.index
-        if part.shape == tensor.shape and _is_whole(edit):
-            return whole(edit.change(tensor, event))  # type: ignore[no-any-return]
-        try:
-            return edit.change(part, event)
-        except PlanError as error:
-            if not is_placed(edit):
-                raise
-            if any(_names_places(one, self.index, tensor) for one in iter_innermost(edit)):
-                raise PlanError(f"{error}; inside {self.index} its numbers count in that part") from None
-            return whole(edit.change(tensor, event))  # type: ignore[no-any-return]
+        counts_here = _names_places(self.edit, self.place, self.whole)
+        if tensor.shape != self.shape or (self.shape == self.whole.shape and counts_here):
+            return self.edit.change(tensor, event)
+        if self.shape != self.whole.shape:
+            try:
+                return self.edit.change(tensor, event)
+            except PlanError as error:
+                if counts_here:
+                    raise PlanError(f"{error}; inside {self.place} its numbers count in that part") from None
+        return self.place(self.edit.change(_put(self.place, self.whole, tensor), event))
+
+
+def _placed(edit: Edit, place: Part | Heads, whole: Tensor, shape: torch.Size) -> Edit:
+    """``edit`` for the part of ``whole`` at ``place``: what brings values in it knows of what they may be."""
+    if isinstance(edit, (Patch, Replace, Ablate, _OfPart)):
+        return _OfPart(edit, place, whole, shape)
+    if isinstance(edit, Chain):
+        return replace(edit, edits=tuple(_placed(inner, place, whole, shape) for inner in edit.edits))
+    if isinstance(edit, (At, When)):
+        return replace(edit, edit=_placed(edit.edit, place, whole, shape))
+    return edit
+
+
+def _put(place: Part | Heads, whole: Tensor, part: Tensor) -> Tensor:
+    """A copy of ``whole`` with ``part`` at ``place``; gradients flow through both."""
+    new = whole.clone()
+    if isinstance(place, Heads):
+        new.unflatten(-1, (place.count, -1))[..., list(place.index), :] = part
+        return new
+    at: list[Any] = [slice(None)] * whole.dim()
+    at[place.dim] = [place.index] if isinstance(place.index, int) else _plain(place.index)
+    new[tuple(at)] = part
+    return new
 
 
 def _names_places(edit: Edit, place: Any, tensor: Tensor) -> bool:
     """Whether a patch names places along the dimension of ``place``: rows along the first, positions the second."""
+    while isinstance(edit, _OfPart):
+        edit = edit.edit
     if not isinstance(edit, Patch) or not isinstance(place, Part):
         return False
     dim = place.dim % tensor.dim()
@@ -228,15 +260,6 @@ def is_placed(edit: Edit) -> bool:
     Inside ``At`` these may have the shape of the part or of the whole.
     """
     return any(isinstance(one, (Patch, Replace, Ablate)) for one in iter_innermost(edit))
-
-
-def _is_whole(edit: Edit) -> bool:
-    """Whether an edit puts values for all places of what it is given: a replacement, or a patch without a mapping."""
-    if isinstance(edit, When):
-        return _is_whole(edit.edit)
-    if isinstance(edit, Patch):
-        return edit.rows is None and edit.positions is None
-    return isinstance(edit, (Replace, Ablate))
 
 
 def holds(edit: Edit, event: Event) -> bool:
