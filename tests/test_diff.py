@@ -258,6 +258,29 @@ def test_a_sketch_knows_strides_and_passes_over_what_is_not_finite():
     assert torch.isfinite(sketch(bad)[0]).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2, 12, 3626, 11520, 12822, 16064])
+def test_no_change_that_is_the_same_in_all_elements_cancels_in_a_digest(dtype, size):
+    x = torch.randn(size, dtype=torch.float64).to(dtype)
+    others = [-x, x * 2, x * 4, x * 16, x / 2]
+    if size > 2:
+        others.append(torch.cat([-x[:2], x[2:]]))
+    marks = [int(digest(torch.view_as_real(one) if dtype.is_complex else one)) for one in (x, *others)]
+    assert len(set(marks)) == len(marks)
+
+
+def test_a_model_of_doubles_whose_output_is_negated_is_not_the_same():
+    mine = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).double()
+    theirs = copy.deepcopy(mine)
+    theirs[1].weight.data.neg_()
+    theirs[1].bias.data.neg_()
+    x = torch.randn(16, 8, dtype=torch.float64)
+    parted = gaff.diff(gaff.trace(mine, x), gaff.trace(theirs, x))
+    assert parted
+    assert "differ first at 1," in parted.verdict
+    assert any("the values of 1.weight are not the same" in note for note in parted.notes)
+
+
 class Returns(nn.Module):
     """Returns what it is told, times what it is given."""
 
@@ -791,3 +814,13 @@ def test_layers_behind_one_that_does_nothing_are_found_by_their_weights(between,
         other[-1].bias.add_(1.0)
     found = gaff.diff(gaff.trace(one, x), gaff.trace(other, x))
     assert "they differ first at 6" in found.verdict
+
+
+def test_what_was_put_in_between_is_found_whichever_of_the_two_has_it():
+    first, last = nn.Linear(16, 16), nn.Linear(16, 4)
+    longer = nn.Sequential(first, nn.ReLU(), nn.Dropout(0.1), last).eval()
+    shorter = nn.Sequential(first, nn.ReLU(), last).eval()
+    x = torch.randn(8, 16)
+    traces = gaff.trace(longer, x), gaff.trace(shorter, x)
+    assert not gaff.diff(*traces)
+    assert not gaff.diff(*reversed(traces))

@@ -32,7 +32,8 @@ _SIZE = math.sqrt((1 + _LEAST + _LEAST**2) / 3)  # the root of the mean square o
 _SOME = 1 << 12  # elements of a parameter that stand for all
 _DENSE = 1 << 24  # elements of a sparse tensor that is written out
 _NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16)
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # of 64 bits two
+_SPREAD = 0x1E3779B97F4A7C15  # a large odd number without structure: its product carries low bits of a word up
 
 
 class TensorMarks(NamedTuple):
@@ -108,16 +109,17 @@ def _added(weighted: Tensor) -> Tensor:
 def digest(tensor: Tensor) -> Tensor:
     """A number of 64 bits (a 0-dim int64 tensor on the device), equal for equal bits. No synchronisation.
 
-    The shape does not count. A sum of the words of the tensor, each times an odd factor of its place, modulo 2**64:
-    made to tell two runs apart, not to withstand somebody who wants to deceive.
+    The shape does not count. A sum of the words of the tensor, each of at most 32 bits and stirred, times an odd factor
+    of its place, modulo 2**64: made to tell two runs apart, not to withstand somebody who wants to deceive. Words are
+    stirred since the same change in many of them, such as of each sign, would count as the sum of their factors alone.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     words = flat.view(_WORDS[flat.element_size()])
     factors = _factors(str(tensor.device))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for begin in range(0, words.numel(), _PERIOD):
-        part = words[begin : begin + _PERIOD].to(torch.int64)
-        total = total * 1000003 + ((part + 1) * factors[: part.numel()]).sum()  # wraps, which is meant
+        part = (words[begin : begin + _PERIOD].to(torch.int64) + 1) * _SPREAD  # wraps, here and below, which is meant
+        total = total * 1000003 + ((part ^ (part >> 32)) * factors[: part.numel()]).sum()
     return total
 
 

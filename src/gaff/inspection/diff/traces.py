@@ -121,15 +121,19 @@ def _weights_of_calls(trace: Trace) -> list[Hashable]:
 
 
 def _is_shifted(a: Trace, b: Trace, weights: Sequence[Sequence[Hashable]]) -> bool:
-    """Whether a layer of A is found in B by its weights under another address, where its namesake is another layer."""
+    """Whether a layer of one is found in the other by its weights elsewhere, where its namesake is another layer."""
     known = [
         {key: row.site for row, key in zip(trace.rows, keys, strict=True) if key is not None}
         for trace, keys in zip((a, b), weights, strict=True)
     ]
-    namesakes = {row.site: key for row, key in zip(b.rows, weights[1], strict=True)}
+    namesakes = [
+        {row.site: key for row, key in zip(trace.rows, keys, strict=True)}
+        for trace, keys in zip((a, b), weights, strict=True)
+    ]
     return any(
-        key in known[1] and known[1][key] != site and site in namesakes and namesakes[site] != key
-        for key, site in known[0].items()
+        key in known[other] and known[other][key] != site and namesakes[other].get(site, key) != key
+        for one, other in ((0, 1), (1, 0))
+        for key, site in known[one].items()
     )
 
 
