@@ -973,6 +973,32 @@ def test_numbers_beyond_float32_are_no_int8(tmp_path):
         gaff.harvest(nn.Sequential(nn.Identity()), data, "0", out=tmp_path / "acts", dtype="int8")
 
 
+def test_rows_below_float32_are_no_int8(tmp_path):
+    rows = torch.tensor([[1e-60, 2e-60], [0.0, 0.0], [1.0, 1e-60]], dtype=torch.float64)
+    with pytest.raises(gaff.PlanError, match="holds rows below the numbers of float32"):
+        gaff.harvest(nn.Identity(), [rows], ":output", out=tmp_path / "acts", dtype="int8")
+    store = gaff.harvest(nn.Identity(), [rows[1:]], ":output", out=tmp_path / "more", dtype="int8")
+    assert store[":output"][:].tolist() == [[0.0, 0.0], [1.0, 0.0]]
+
+
+def test_a_batch_whose_loss_does_not_depend_on_a_site_is_told_so(tmp_path):
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.a(x)
+            extra = self.b(x)
+            return h + extra if x.sum() > 0 else h
+
+    data = [torch.ones(3, 4), -torch.ones(3, 4)]
+    with pytest.raises(
+        gaff.SiteError, match="b:grad_output: is None in this batch: a gradient is where its loss does not"
+    ):
+        gaff.harvest(Branch(), data, "b:grad_output", out=tmp_path / "acts", loss=lambda out, batch: out.sum())
+
+
 def test_float8_rows_have_largest_numbers(tmp_path):
     model, data = nn.Sequential(nn.Identity()), [torch.randn(6, 8).to(torch.float8_e4m3fn)]
     store = gaff.harvest(model, data, "0", out=tmp_path / "acts", top=2)
@@ -1047,8 +1073,11 @@ def test_a_mask_by_another_name_is_asked_for(tmp_path, key):
 
 
 @pytest.mark.parametrize("is_loader", [True, False])
+@pytest.mark.parametrize("is_complete", [True, False])
 @pytest.mark.parametrize("change", ["edit", "hook", "closure", "setting", None])
-def test_a_start_that_would_give_other_rows_is_refused_though_every_name_is_the_same(tmp_path, change, is_loader):
+def test_a_start_that_would_give_other_rows_is_refused_though_every_name_is_the_same(
+    tmp_path, change, is_loader, is_complete
+):
     model = nn.Sequential(nn.Linear(4, WIDTH), nn.LeakyReLU(0.1), nn.Linear(WIDTH, 3))
 
     def harvest(factor):
@@ -1065,12 +1094,51 @@ def test_a_start_that_would_give_other_rows_is_refused_though_every_name_is_the_
                     hook.remove()
 
     harvest(1.0)
-    shutil.rmtree(tmp_path / "acts" / "shards" / "000001")
+    if not is_complete:
+        shutil.rmtree(tmp_path / "acts" / "shards" / "000001")
     if change is None:
         assert harvest(1.0).is_complete
         return
     with pytest.raises(gaff.RecordError, match="1: the first batch of shard 0 gives other rows than it did"):
         harvest(1.5)
+
+
+@pytest.mark.parametrize("is_loader", [True, False])
+@pytest.mark.parametrize("change", ["data", "function"])
+def test_what_no_name_tells_can_be_accepted_and_is_told(tmp_path, change, is_loader):
+    class Numbers(torch.utils.data.Dataset):
+        def __init__(self, first):
+            self.first = first
+
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, at):
+            return torch.full((4,), float(self.first + at))
+
+    def harvest(number, **options):
+        data = DataLoader(Numbers(number if change == "data" else 0), 2)
+        factor = number if change == "function" else 0
+        data = data if is_loader else list(data)
+        return gaff.harvest(
+            nn.Identity(),
+            data,
+            ":output",
+            out=tmp_path / "acts",
+            shard=1,
+            reduce=lambda value: value + factor,
+            **options,
+        )
+
+    harvest(0)
+    shutil.rmtree(tmp_path / "acts" / "shards" / "000002")
+    with pytest.raises(gaff.RecordError, match="expected the same again, another out=, or accept_changes=True"):
+        harvest(10)
+    store = harvest(10, accept_changes=True)
+    assert store[":output"][:][:, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 14.0, 15.0]
+    [told] = store.changes
+    assert told.startswith("shard 2: ")
+    assert ("of the data" in told) == (change == "data")
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="this system has no largest size of a file")

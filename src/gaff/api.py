@@ -325,7 +325,7 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
         labels: columns beside sample, position and token: a dict from name to key (or place) in the batch, or a
             function from a batch to a dict; numbers of shape ``[samples]`` or ``[samples, positions]``.
         reduce, dtype: as ``capture`` knows them; the first dimensions must stay. "int8" writes whole numbers with a
-            scale for each row (0.4 % of its largest number), which are read back as float32.
+            scale for each row (0.4 % of its largest number, where that is above 2.3e-41), read back as float32.
         top: of each row keep only so many numbers of its last dimension, those of largest size, largest first; the
             label ``place of SITE`` (int32) says which they are.
         sample_norms: layers whose parameters' gradients are measured for each sample, as ``gaff.sample_norms`` does
@@ -335,7 +335,8 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
         batch: samples in a batch of a Hugging Face data set, whose batches are made here.
         shard: batches in each shard: what is done anew after a kill.
         training: leave the modes of the modules as they are.
-        accept_changes: go on although model, data, plan or versions are others than at the beginning.
+        accept_changes: go on although model, functions, data or versions are others than at the beginning, which
+            ``store.changes`` tells; other sites or options are refused all the same.
         engine: "ranks": this process makes the shards, or each rank of a ``torchrun`` its own, for which ``data`` must
             give every rank the same batches. "ray": workers of a Ray cluster, or of one that is started here;
             ``gaff.integrations.ray.OnRay(workers=4)`` says how many (extra ``ray``).

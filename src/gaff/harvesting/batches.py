@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from gaff.address.nested import iter_tensors
-from gaff.errors import PlanError, RecordError
+from gaff.errors import PlanError
 from gaff.harvesting.shard import Shard
 from gaff.harvesting.tensor_file import checksum_of
 
 Prepare = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]  # from a batch to the arguments of the model
+Differs = Callable[[str], None]  # told what is another than it was when the shards that are there were written
 
 
 class Numbered(NamedTuple):
@@ -51,11 +52,11 @@ class BatchSource(Protocol):
         """Take the samples in this order, that of the first start, from now on."""
 
     def after(
-        self, shards: Mapping[int, Shard], size: int, is_mine: Callable[[int], bool], *, compares: bool
+        self, shards: Mapping[int, Shard], size: int, is_mine: Callable[[int], bool], differs: Differs | None
     ) -> Iterator[Numbered]:
         """The batches that are still to be done, ``size`` of them a shard, of shards for which ``is_mine``.
 
-        With ``compares`` it raises RecordError where the data does not give what it gave for ``shards``.
+        ``differs`` is told where the data does not give what it gave for ``shards``; None where that is not compared.
         """
 
     ask: Callable[[Numbered], None] | None  # about the first batch of the first shard that is there, where it compares
@@ -134,25 +135,28 @@ class LoaderSource:
         return len(self._order)
 
     def after(
-        self, shards: Mapping[int, Shard], size: int, is_mine: Callable[[int], bool], *, compares: bool
+        self, shards: Mapping[int, Shard], size: int, is_mine: Callable[[int], bool], differs: Differs | None
     ) -> Iterator[Numbered]:
-        """Load only batches that are still to be done, after one that is there, which is compared if there is one."""
+        """Load only batches that are still to be done, after one that is there, which is compared if there is one.
+
+        So it is where nothing is to be done, too: what there is is about to be handed out as what this call makes.
+        """
         wanted = [
             number for number in range(len(self._order)) if number // size not in shards and is_mine(number // size)
         ]
-        if compares and wanted:
-            self.compare(shards, size)
+        if differs is not None:
+            self.compare(shards, size, differs)
         yield from self.only(wanted)
 
-    def compare(self, shards: Mapping[int, Shard], size: int) -> None:
-        """Load the first batch of the first shard that is there. Raises RecordError where it is another."""
+    def compare(self, shards: Mapping[int, Shard], size: int, differs: Differs) -> None:
+        """Load the first batch of the first shard that is there, and tell where it is another."""
         known = min(shards, default=None)
         if known is None:
             return
         first = next(self.only([known * size]))
         if checksum_of(first.tensors()) != shards[known].first:
-            raise RecordError(f"batch {known * size} of the data is not what it was when shard {known} was written")
-        if self.ask is not None:
+            differs(f"batch {known * size} of the data is not what it was when shard {known} was written")
+        elif self.ask is not None:
             self.ask(first)
 
     def spare(self) -> Numbered:
@@ -215,12 +219,9 @@ class IterableSource:
         """Nothing is to be done."""
 
     def after(
-        self, shards: Mapping[int, Shard], size: int, is_mine: Callable[[int], bool], *, compares: bool
+        self, shards: Mapping[int, Shard], size: int, is_mine: Callable[[int], bool], differs: Differs | None
     ) -> Iterator[Numbered]:
-        """Go through everything; of shards that are there, compare what comes with what was written.
-
-        Raises RecordError where that is something else.
-        """
+        """Go through everything; of shards that are there, compare what comes with what was written."""
         sample, checksum = 0, 0
         for number, batch in enumerate(self._data):
             args, kwargs = self._prepare(batch)
@@ -233,12 +234,14 @@ class IterableSource:
             if shard in shards:
                 checksum = checksum_of(given.tensors(), checksum if number % size else 0)
                 is_first = number == min(shards) * size and checksum == shards[shard].first
-                if compares and self.ask is not None and is_first:
+                if differs is not None and self.ask is not None and is_first:
                     self.ask(given)
                 is_last = number + 1 == shards[shard].batches[1]
-                if compares and is_last and checksum != shards[shard].inputs:
-                    raise RecordError(f"batches {shard * size} to {number} of the data are not what they were when "
-                                      f"shard {shard} was written")  # fmt: skip
+                if differs is not None and is_last and checksum != shards[shard].inputs:
+                    differs(
+                        f"batches {shard * size} to {number} of the data are not what they were when shard {shard} was "
+                        "written"
+                    )
             elif is_mine(shard):
                 yield given
             sample += rows

@@ -51,7 +51,7 @@ class Ranks:
         place = _Place(job.model)
         if not place.is_spread and not job.options.training and there:
             source.ask = lambda given: maker.compare(given, there[min(there)])
-        mine = source.after(there, size, place.has, compares=not job.changes)
+        mine = source.after(there, size, place.has, None if job.changes else job.differs)
         batches = _together(maker, source, mine, libraries.device_of(job.model).type) if place.is_spread else mine
 
         def tell(number: int, rows: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from gaff.sessions.plan import Plan
 Told = Callable[[int, int], None]  # the number of a batch, and how many rows it gave
 
 
+_FAINT = 127 * 2.0**-142  # the largest number of a row below which its scale is itself off by 0.4 % in float32
+
+
 @dataclass(frozen=True)
 class Job:
     """What all shards of a harvest have in common, also those that another process makes.
@@ -38,9 +41,16 @@ class Job:
     options: HarvestOptions
     out: Location
     like: dict[tuple[str, str], WrittenTensor]
-    changes: tuple[str, ...] = ()
+    changes: list[str] = field(default_factory=list)
     end: int | None = None
     norms: Norms | None = None
+
+    def differs(self, text: str) -> None:
+        """Note that what there is is not what would be made now. Raises RecordError where that is not accepted."""
+        if not self.options.accept_changes:
+            raise RecordError(f"{text}: expected the same again, another out=, or accept_changes=True")
+        if not self.changes:  # further ones follow from the first
+            self.changes.append(text)
 
 
 class ShardMaker:
@@ -64,15 +74,15 @@ class ShardMaker:
                     raise RecordError(f"the data had {job.end} batches, and has more now: it is another")
                 shard.note(given)  # before the model runs, which may write into what it is given
                 tell(given.number, shard.take(given, self.read(self.moved(given))))
-            shard.commit(job.changes, manifest.identity(job.out))
+            shard.commit(tuple(job.changes), manifest.identity(job.out))
 
     def compare(self, given: Numbered, shard: Shard) -> None:
-        """Make the rows of a batch that is there already once more. Raises RecordError where they are others.
+        """Make the rows of a batch that is there already once more, and tell the job where they are others.
 
         What a function closes over, a hook or an edit does, and settings of modules are not told by any name: only what
         they make of a batch shows that they are the same.
         """
-        again = _Again(self._job.out, shard)
+        again = _Again(self._job, shard)
         _OpenShard(again, given.number, self._job.options).take(given, self.read(self.moved(given)))
 
     def moved(self, given: Numbered) -> Numbered:
@@ -87,24 +97,23 @@ class ShardMaker:
 class _Again:
     """Takes the rows of the first batch of a shard that is there, and compares them with those that were written."""
 
-    def __init__(self, out: Location, shard: Shard) -> None:
-        self._out, self._shard = out, shard
+    def __init__(self, job: Job, shard: Shard) -> None:
+        self._job, self._shard = job, shard
 
     def append(self, sites: Mapping[str, Tensor], labels: Mapping[str, Tensor]) -> None:
-        """Raises RecordError for rows that differ by more than processors do (``_is_alike``), and for labels that are
-        not the same bits."""
+        """Tell the job of rows that differ by more than processors do (``_is_alike``), and of labels that are not the
+        same bits."""
         held = {**self._shard.sites, **self._shard.labels}
         for name, rows in (*sites.items(), *labels.items()):
             known = held.get(name)
             if known is None or not len(rows):
                 continue
-            stored = self._out.rows(shard_path(self._shard.number, known.file), name, known).run(0, len(rows))
+            stored = self._job.out.rows(shard_path(self._shard.number, known.file), name, known).run(0, len(rows))
             is_own = name in labels and not is_reserved(name)
             if not (elements.has_bits(stored, rows) or (not is_own and _is_alike(stored, rows))):
-                raise RecordError(
-                    f"{name}: the first batch of shard {self._shard.number} gives other rows than it did: a hook, an "
-                    "edit, a function or a setting of the model is another, or a label: expected the same again, "
-                    "another out=, or accept_changes=True"
+                self._job.differs(
+                    f"{name}: the first batch of shard {self._shard.number} gives other rows than it did (a hook, an "
+                    "edit, a function or a setting of the model is another, or a label)"
                 )
 
 
@@ -239,6 +248,12 @@ def _rounded(address: str, rows: Tensor) -> tuple[Tensor, Tensor]:
     dims = tuple(range(1, rows.dim()))
     if given.dtype == torch.float64 and bool((rows.isinf() & given.isfinite()).any()):
         raise PlanError(f"{address}: holds numbers beyond those of float32: expected smaller ones for dtype='int8'")
+    if given.dtype == torch.float64:
+        largest = given.abs().amax(dims) if dims else given.abs()
+        if bool(((largest > 0) & (largest < _FAINT)).any()):
+            raise PlanError(
+                f"{address}: holds rows below the numbers of float32: expected larger ones for dtype='int8'"
+            )
     scale = (rows.abs().amax(dims) if dims else rows.abs()) / 127
     scale = torch.where((127 * scale).isinf() & scale.isfinite(), scale.nextafter(torch.zeros_like(scale)), scale)
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).view(-1, *(1 for _ in dims))

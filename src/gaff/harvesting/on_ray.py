@@ -74,7 +74,7 @@ class OnRay:
             workers = _Workers(ray, self, self._wanted(ray), (job, loaded))
             try:
                 for number, given in _tasks(job, source, there):
-                    for batch, rows in workers.submit(number, given):
+                    for batch, rows in workers.submit(number, given, tuple(job.changes)):
                         progress(batch, source.expected, rows)
                 for batch, rows in workers.finish():
                     progress(batch, source.expected, rows)
@@ -117,15 +117,15 @@ def _tasks(
 
     These are copies: a generator may write into the same tensors again.
     """
-    size, compares = job.options.shard, not job.changes
+    size, differs = job.options.shard, None if job.changes else job.differs
     if not isinstance(source, LoaderSource):
-        batches = source.after(there, size, lambda number: True, compares=compares)
+        batches = source.after(there, size, lambda number: True, differs)
         for number, of_shard in groupby(batches, lambda given: given.number // size):
             yield number, [deepcopy(given) for given in of_shard]
         return
     wanted = [number for number in range(-(-source.count // size)) if number not in there]
-    if compares and wanted:
-        source.compare(there, size)
+    if differs is not None:
+        source.compare(there, size, differs)
     for number in wanted:
         yield number, range(number * size, min((number + 1) * size, source.count))
 
@@ -139,10 +139,12 @@ class _Worker:
         torch.set_num_threads(threads)
         if gpus:
             job.model.to("cuda")
+        self._changes = job.changes
         self._maker = ShardMaker(job)
 
-    def make(self, number: int, given: Any) -> list[tuple[int, int]]:
+    def make(self, number: int, given: Any, changes: Sequence[str]) -> list[tuple[int, int]]:
         """Make a shard; the numbers of its batches, and how many rows each gave."""
+        self._changes[:] = changes
         told: list[tuple[int, int]] = []
         batches = given if self._source is None else self._source.only(given)
         self._maker.make(number, batches, lambda batch, rows: told.append((batch, rows)))
@@ -155,6 +157,7 @@ class _Task(NamedTuple):
     worker: Any
     number: int
     given: Any
+    changes: Sequence[str]
     attempt: int
 
 
@@ -181,11 +184,11 @@ class _Workers:
         self._idle = list(self._all)
         self._busy: dict[Any, _Task] = {}  # by Ray's promise of what it returns
 
-    def submit(self, number: int, given: Any) -> Iterator[tuple[int, int]]:
+    def submit(self, number: int, given: Any, changes: Sequence[str]) -> Iterator[tuple[int, int]]:
         """Give a shard to a worker that has none, as soon as there is one; the batches that were done meanwhile."""
         while not self._idle:
             yield from self._wait()
-        self._start(_Task(self._idle.pop(), number, given, 1))
+        self._start(_Task(self._idle.pop(), number, given, changes, 1))
 
     def finish(self) -> Iterator[tuple[int, int]]:
         """Wait for all; the batches that were done."""
@@ -198,7 +201,7 @@ class _Workers:
             self._ray.kill(worker)
 
     def _start(self, task: _Task) -> None:
-        self._busy[task.worker.make.remote(task.number, task.given)] = task
+        self._busy[task.worker.make.remote(task.number, task.given, task.changes)] = task
 
     def _wait(self) -> list[tuple[int, int]]:
         """Wait for one shard. Raises what was raised in the worker; a shard whose worker died is given out again."""

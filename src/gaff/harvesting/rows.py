@@ -57,6 +57,11 @@ class Selection:
 
     def of(self, address: str, value: Any) -> Tensor:
         """The rows of a value, ``[rows, ...]`` on the CPU. Raises SiteError for one that has other dimensions."""
+        if value is None:
+            raise SiteError(
+                f"{address}: is None in this batch: a gradient is where its loss does not depend on the site; "
+                "expected a tensor from every batch"
+            )
         if not isinstance(value, Tensor):
             raise SiteError(f"{address}: is a {type(value).__name__}: expected one tensor; add its key, such as [0]")
         if not elements.is_plain(value):

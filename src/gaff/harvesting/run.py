@@ -70,7 +70,7 @@ def harvest(
         sweep(place.drafts())
         there = {shard.number: shard for shard in read_shards(place)}
         like = {(kind, name): one for shard in there.values() for kind, name, one in shard.columns()}
-        job = Job(model, plan, options, place, like, changes, _known_end(there, place, options.shard), norms)
+        job = Job(model, plan, options, place, like, list(changes), _known_end(there, place, options.shard), norms)
         engine.run(job, source, there, progress)
     _end(there, place, options.shard, source.count)
     leave(place.drafts())
