@@ -565,6 +565,7 @@ def test_nan_of_a_loss_whose_gradients_are_finite(capsys, tmp_path, again):
         assert "NaN made by (step)/cross_entropy#3, ignored.py:9" in out
         assert "every target is -100, the ignore_index" in out
     else:
+        assert "seen after 3 optimizer steps" in out
         assert (
             "cause: the loss is not finite; what the models returned and the gradients of the step after it are" in out
         )

@@ -222,6 +222,14 @@ def test_overfitting_is_two_evaluations_that_are_worse_while_the_loss_falls(pair
     assert ("overfits" in cause) == bool(told), cause
 
 
+@pytest.mark.parametrize(("at", "is_told"), [(1, False), (190, True)])
+def test_a_single_evaluation_is_told_if_it_came_late(at, is_told):
+    case = RunCase((), 200, 50, {"loss": curve(falling())}, evaluated=Evaluations({"cross_entropy": ((at, 0.5),)}))
+    told = f"that of the one evaluation that was heard, cross_entropy at step {at}, was 0.5"
+    assert (told in judge(case).cause) == is_told
+    assert ("evaluation" in judge(case).cause) == is_told
+
+
 def looks_at(labels, classes=10):
     """What looks at consecutive steps tell of their labels: ``labels`` of each step."""
     return [

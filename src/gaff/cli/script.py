@@ -62,9 +62,10 @@ def examine(
         code = 1
     found = _first(next((report for one in guards for report in one.reports), None), losses.report)
     if found is not None:
-        step = losses.step if found is losses.report else max(one.steps for one in guards)
+        is_of_loss = found is losses.report  # whose step was let through
+        step, made = (losses.step, losses.before) if is_of_loss else (max(one.steps for one in guards), losses.made)
         seen = _finished(found, script, step, again=again)
-        return replace(seen, notes=(f"seen after {counted(losses.made, 'optimizer step')}", *seen.notes))
+        return replace(seen, notes=(f"seen after {counted(made, 'optimizer step')}", *seen.notes))
     if code not in (None, 0):
         to_stderr(f"gaff: the script ended with exit code {code}, and no NaN or inf was found before")
         sys.exit(code)
@@ -105,12 +106,12 @@ class _Losses:
 
     Such a loss may have finite gradients, as that of a batch in which no target counts. A loss that a GradScaler has
     multiplied is looked at as it was before. ``report``: what was seen; ``step``: how many steps were made before;
-    ``made``: how many were made in all, by any optimizer.
+    ``before``: how many by any optimizer; ``made``: how many of these were made in all.
     """
 
     def __init__(self, guards: list[Guard]) -> None:
         self.report: Report | None = None
-        self.step = self.made = self._skips = 0
+        self.step = self.before = self.made = self._skips = 0
         self._guards = guards
         self._scaled: tuple[Any, Any] = (None, None)  # what a GradScaler has made, and of what
         nothing = lambda *given: None  # noqa: E731
@@ -137,6 +138,7 @@ class _Losses:
                 cause += f"; between the two, {behind}" if behind else ""
                 self.report = Report(True, STEP, direction="forward", cause=cause, output=range_of(told, "loss"))
                 self.step = max((guard.steps for guard in self._guards), default=0)
+                self.before = self.made
 
     def _skipped(self, optimizer: Any) -> None:
         """A GradScaler has left the step out: what overflowed did no harm, unless it leaves out one after the other."""

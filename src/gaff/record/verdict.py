@@ -122,6 +122,25 @@ def _untold(case: RunCase) -> str:
     )
 
 
+def _of_evaluations(case: RunCase, curve: Any) -> str:
+    """How the loss of evaluations went, to be added.
+
+    A single one that was heard is told with its step, for there may have been others, and only if it came late.
+    """
+    for function, pairs in list(case.evaluated.losses.items())[:1]:
+        at, least = min(pairs, key=lambda pair: pair[1])
+        if len(pairs) == 1:
+            heard = f"; that of the one evaluation that was heard, {function} at step {at}, was {least:.4g}"
+            return heard if 2 * at >= case.steps else ""
+        told = f"; the loss of evaluations, {function}, went from {pairs[0][1]:.4g} to {pairs[-1][1]:.4g}"
+        late = [value for step, value in pairs if step > at][-2:]
+        if len(late) == 2 and min(late) > 1.1 * least > 0:
+            is_learning = len(case.losses) == 1 and curve.last < 0.9 * curve.at(at)
+            told += f", and was lowest at step {at} ({least:.4g}){': since then it overfits' if is_learning else ''}"
+        return told
+    return ""
+
+
 def _of_successors(case: RunCase) -> str:
     """What became of the models that were trained after the first, to be added to what is told of its loss."""
     later = case.successors
@@ -154,14 +173,7 @@ def _judged(case: RunCase) -> str:
     if curve.last > _NEAR_GUESSING * guess > 0:
         told += f", where guessing comes to {guess:.4g}"
     told += _of_successors(case)
-    for function, pairs in list(case.evaluated.losses.items())[:1]:
-        at, least = min(pairs, key=lambda pair: pair[1])
-        told += f"; the loss of evaluations, {function}, went from {pairs[0][1]:.4g} to {pairs[-1][1]:.4g}" \
-            if len(pairs) > 1 else f"; that of the one evaluation, {function}, was {least:.4g}"  # fmt: skip
-        late = [value for step, value in pairs if step > at][-2:]
-        if len(late) == 2 and min(late) > 1.1 * least > 0:
-            is_learning = len(case.losses) == 1 and curve.last < 0.9 * curve.at(at)
-            told += f", and was lowest at step {at} ({least:.4g}){': since then it overfits' if is_learning else ''}"
+    told += _of_evaluations(case, curve)
     known = case.experiments
     if known is None:
         return told

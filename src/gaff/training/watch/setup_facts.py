@@ -132,12 +132,17 @@ class SetupFacts:
 
 
 def _buffers_of(module: nn.Module) -> set[str]:
-    """The names of the buffers of a module that its state dict has."""
+    """The names of the buffers of a module that its state dict must have.
+
+    Not of those that count batches, which batch norm gives a state dict that is older than they are, or that has none.
+    """
     return {
         join(path, name)
         for path, one in module.named_modules()
         for name in one._buffers
-        if name not in one._non_persistent_buffers_set and one._buffers[name] is not None
+        if name not in one._non_persistent_buffers_set
+        and one._buffers[name] is not None
+        and name != "num_batches_tracked"
     }
 
 
