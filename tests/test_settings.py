@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import gaff
 import settings
@@ -140,7 +141,7 @@ def test_guard(setting):
         optimizer.step()
 
 
-class Spectrum(torch.nn.Module):
+class Spectrum(nn.Module):
     def __init__(self):
         super().__init__()
         self.fc, self.wave, self.count = torch.nn.Linear(4, 4), Waves(), Positive()
@@ -150,12 +151,12 @@ class Spectrum(torch.nn.Module):
         return (waves * waves.conj()).real.sum() + self.count(x).sum()
 
 
-class Waves(torch.nn.Module):
+class Waves(nn.Module):
     def forward(self, x):
         return torch.fft.fft(x).conj()
 
 
-class Positive(torch.nn.Module):
+class Positive(nn.Module):
     def forward(self, x):
         return (x > 0).long()
 
@@ -178,6 +179,39 @@ def test_complex_values_in_graphs_are_those_of_eager_code():
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
     assert found[0][0].is_complex()
+
+
+class WithLoss(nn.Module):
+    """A model whose loss is a module, so that a tensor without dimensions passes a site."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.fc, self.loss = nn.Linear(4, 4, dtype=dtype), nn.Identity()
+
+    def forward(self, x):
+        return self.loss(self.fc(x).square().mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "edit",
+    [gaff.edits.scale(0.3), gaff.edits.add(0.1), [gaff.edits.scale(3), gaff.edits.add(1)]],
+    ids=["scale", "add", "chain"],
+)
+def test_a_number_edits_a_tensor_without_dimensions_in_graphs_as_in_eager_code(edit, dtype):
+    x, found = torch.randn(5, 4).to(dtype), []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = WithLoss(dtype)
+        if is_compiled:
+            torch._dynamo.reset()
+            model.compile(backend=BACKEND)
+        with gaff.edit(model, {"loss": edit, "loss:grad_output": edit}):
+            loss = model(x)
+            loss.backward()
+        found.append((loss.detach(), model.fc.weight.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_rounding_to_a_narrow_type_is_not_left_out_by_compiled_code():

@@ -116,13 +116,18 @@ def _given(what: str, value: float) -> Change:
     return at
 
 
+def _as_number(change: Change) -> Change:
+    """``change``, by a tensor without dimensions, as by a number: it decides no type beside a tensor that has some."""
+    return lambda tensor: change(tensor) if tensor.dim() else change(tensor.reshape(1)).reshape(())
+
+
 def _scale(edit: Scale) -> Change:
     """``Scale``, with its factor as an input of the compiled graph."""
     if isinstance(edit.factor, Tensor):
         given = _constant(edit.factor)
         return lambda tensor: tensor * given(tensor)
     factor = _number(edit.factor)
-    return lambda tensor: tensor * factor[0]  # without a dimension it keeps its precision, as in eager code
+    return _as_number(lambda tensor: tensor * factor[0])
 
 
 def _add(edit: Add) -> Change:
@@ -133,7 +138,7 @@ def _add(edit: Add) -> Change:
             return lambda tensor: tensor + direction(tensor)
         return lambda tensor: tensor + strength(tensor) * direction(tensor)
     amount = _number(edit.direction if edit.strength == 1 else edit.strength * edit.direction)
-    return lambda tensor: tensor + amount[0]
+    return _as_number(lambda tensor: tensor + amount[0])
 
 
 def _fill(edit: Fill) -> Change:
