@@ -269,6 +269,12 @@ def test_no_change_that_is_the_same_in_all_elements_cancels_in_a_digest(dtype, s
     assert len(set(marks)) == len(marks)
 
 
+def test_one_element_of_any_stride_has_a_digest():
+    doubles = torch.arange(8, dtype=torch.float64)
+    assert digest(doubles[::8]) == digest(doubles[:1].clone())
+    assert digest(doubles[1:][::7]) != digest(doubles[::8])
+
+
 def test_a_model_of_doubles_whose_output_is_negated_is_not_the_same():
     mine = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).double()
     theirs = copy.deepcopy(mine)

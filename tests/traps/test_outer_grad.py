@@ -260,3 +260,46 @@ def test_a_pass_that_ends_at_the_view_is_named_where_a_total_is_missing():
         torch.autograd.grad(model[1](h).sum(), h)
     assert got["0:outer_grad"].shape == (2, 3)
     assert "the view which :outer_grad gives" in str(got.receipt)
+
+
+class Twice(nn.Module):
+    """Returns one tensor at two places."""
+
+    def forward(self, x):
+        y = x * 1.5
+        return y, {"same": y}
+
+
+def test_each_place_of_a_tensor_that_is_returned_twice_has_its_own_uses():
+    model, x = Twice(), torch.randn(2, 3, requires_grad=True)
+
+    def backward():
+        one, two = model(x)
+        (one.sum() + 10 * two["same"].sum()).backward()
+
+    told = []
+    handle = model.register_full_backward_hook(lambda module, inner, outer: told.append(outer[0]))
+    backward()
+    handle.remove()
+    with gaff.capture(model, ":outer_grad[0]", ":outer_grad[1][same]", ":grad_output[0]") as got:
+        backward()
+    assert torch.equal(got[":outer_grad[0]"], told[0])
+    assert got[":outer_grad[0]"].unique().tolist() == [1.0]
+    assert got[":outer_grad[1][same]"].unique().tolist() == [10.0]
+    assert got[":grad_output[0]"].unique().tolist() == [11.0]
+    for changed, want in (({":outer_grad[0]": edits.zero()}, 15.0), ({":outer_grad[1][same]": edits.scale(0.5)}, 9.0),
+                          ({":outer_grad[0]": edits.scale(2.0), ":outer_grad[1][same]": edits.scale(3.0)}, 48.0)):  # fmt: skip
+        x.grad = None
+        with gaff.edit(model, changed):
+            backward()
+        assert x.grad.unique().tolist() == [want], changed
+
+
+def test_uses_of_what_was_passed_in_are_no_part_of_what_an_in_place_module_returned():
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.SiLU(inplace=True)), torch.randn(2, 3)
+    with gaff.capture(model[1], ":outer_grad", ":grad_output") as got:
+        h = model[0](x)
+        (model[1](h).sum() + 10 * h.sum()).backward()
+    assert got[":outer_grad"].unique().tolist() == [1.0]
+    assert got[":grad_output"].unique().tolist() == [11.0]
+    assert "returned a tensor that it was given: what its caller does with that itself is no part" in str(got.receipt)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.grammar import Key
-from gaff.address.nested import Arguments, children, dig, iter_tensors, map_tensors, put
+from gaff.address.nested import Arguments, children, dig, map_tensors, put
 from gaff.compat import autograd, distributed
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients import tensor_hooks
@@ -24,6 +24,7 @@ ASIDE = (
     "uses it, too, sums of gradients may be in another order, and what the caller reads there by itself (h.grad, a "
     "hook, autograd.grad) is the part from outside"
 )
+HANDED_BACK = "the module returned a tensor that it was given: what its caller does with that itself is no part of it"
 
 
 class OuterGradient(GradientArm):
@@ -50,23 +51,23 @@ class OuterGradient(GradientArm):
             place = *tensor_hooks.place_of(site, self._node.module, call), site.key, key
             alias = tensor_hooks.view_for(tensor_hooks.OUTER, tensor, place, self)
             try:
-                output = _with_alias(output, (*site.key, *key), tensor, alias)
+                output = _with_alias(output, (*site.key, *key), alias)
             except PlanError as error:
                 stream.refuse(run, call, f"{error}; ask for :grad_output, the total gradient")
                 continue
             stream.remark(ASIDE)
+            if any(tensor is one for one in given.args):
+                stream.remark(HANDED_BACK)
             self._gradients.arm(alias, stream, run, call, is_part=True)
         return output
 
 
-def _with_alias(output: Any, key: Key, tensor: Tensor, alias: Tensor) -> Any:
-    """``output`` with ``alias`` wherever ``tensor`` is, at ``key`` first of all.
+def _with_alias(output: Any, key: Key, alias: Tensor) -> Any:
+    """``output`` with ``alias`` at ``key`` alone: a tensor that is returned at two places has uses of its own at each.
 
     Raises PlanError where a container cannot be made anew, or is an object into which gaff does not look.
     """
-    for place, other in list(iter_tensors(output)):
-        if other is tensor:
-            output = put(output, place, alias)
+    output = put(output, key, alias)
     if dig(output, key) is not alias:
         raise PlanError(f"it is an attribute of a {type(output).__name__}, which cannot be made anew for the caller")
     return output
