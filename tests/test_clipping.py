@@ -950,3 +950,12 @@ def test_what_no_scaler_skips_is_dealt_with_at_the_step():
             optimizer.step()
     assert model.weight.isfinite().all()
     assert not hasattr(torch.amp.GradScaler.scale, "__wrapped__")
+
+
+def test_a_model_that_has_none_of_the_parameters_is_refused_before_anything_is_installed():
+    model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(gaff.PlanError, match="model= is a Linear that has none of the optimizer's parameters"):
+        gaff.clip_gradients(optimizer, norm=1.0, model=other)
+    assert not optimizer._optimizer_step_pre_hooks
+    gaff.clip_gradients(optimizer, norm=1.0, model=nn.Sequential(other, model)).remove()

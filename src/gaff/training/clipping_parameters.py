@@ -30,7 +30,10 @@ class LimitedParameters:
     """
 
     def __init__(self, optimizer: Any, limits: Limits, model: nn.Module | None) -> None:
-        """Raises PlanError for limits of units where the model does not tell what a unit is, and of complex values."""
+        """Raises PlanError for limits of units where the model does not tell what a unit is, and of complex values.
+
+        Also for a model that has none of the parameters.
+        """
         self.all: list[Tensor] = []
         self.names: list[str] = []
         self.numbers: dict[int, int] = {}
@@ -42,6 +45,11 @@ class LimitedParameters:
         self._units: list[Unit] = []
         self._sets: list[int] = []  # for each the number of its layer or group, all of which have one limit
         self.look()
+        if model is not None and self.all and not any(id(one) in self.numbers for one in model.parameters()):
+            raise PlanError(
+                f"model= is a {type(model).__name__} that has none of the optimizer's parameters: expected the one "
+                "that they are of, or no model="
+            )
 
     def look(self) -> None:
         """Read the optimizer's parameters again, for groups may have been added, and with them names and units."""
