@@ -102,6 +102,62 @@ def test_an_op_with_out_is_refused():
         model(torch.zeros(3, 4))
 
 
+def test_what_an_op_with_out_writes_to_is_not_edited_either():
+    def add(self, x):
+        out = torch.zeros(3, 4)
+        return torch.add(x, 1, out=out)
+
+    with (
+        pytest.raises(PlanError, match="'add' writes with out=: what it writes to cannot be edited"),
+        gaff.edit(model := Runs(add), {"/add:input[out]": gaff.edits.zero()}),
+    ):
+        model(torch.zeros(3, 4))
+    with gaff.edit(model, {"/add:input[0]": gaff.edits.scale(2.0)}):
+        assert torch.equal(model(torch.ones(3, 4)), torch.full((3, 4), 3.0))
+
+
+@torch.library.custom_op("gaff_tests::plus", mutates_args={"x"})
+def plus(x: torch.Tensor, by: float) -> None:
+    x.add_(by)
+
+
+def test_ops_that_only_write_are_numbered_and_not_edited():
+    def twice(self, x):
+        y, z = x * 1, x * 10
+        plus(y, 1.0)
+        plus(z, 2.0)
+        return y + z
+
+    x = torch.ones(3, 4)
+    with gaff.capture(model := Runs(twice), "/plus#0:input", "/plus#1:input") as got:
+        assert torch.equal(model(x), x * 14)
+    assert torch.equal(got["/plus#0:input"], x)
+    assert torch.equal(got["/plus#1:input"], x * 10)
+    with (
+        pytest.raises(PlanError, match="'plus' writes into an argument that was edited, and its name does not tell"),
+        gaff.edit(model, {"/plus#1:input": gaff.edits.scale(2.0)}),
+    ):
+        model(x)
+
+
+@pytest.mark.parametrize("address", ["/_foreach_add_:output[1]", "/_foreach_add_:input[0][1]"])
+def test_an_op_that_writes_into_a_list_is_not_edited(address):
+    def adds(self, x):
+        both = [x * 1, x * 2]
+        torch._foreach_add_(both, 1.0)
+        return both[0] + both[1]
+
+    x = torch.ones(3, 4)
+    with (
+        pytest.raises(PlanError, match="'_foreach_add_' writes into"),
+        gaff.edit(model := Runs(adds), {address: gaff.edits.fill(7.0)}),
+    ):
+        model(x)
+    with gaff.capture(model, "/_foreach_add_:input[0][1]") as got:
+        assert torch.equal(model(x), x * 5)
+    assert torch.equal(got["/_foreach_add_:input[0][1]"], x * 2)
+
+
 def test_an_op_that_changes_its_own_shape(x):
     def squeeze(self, x):
         y = x[:1] * 2

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from gaff.address.grammar import Site
-from gaff.address.nested import Arguments
+from gaff.address.nested import Arguments, iter_tensors
 from gaff.compat import checkpoints
 from gaff.compat.autograd import is_grad_enabled
 from gaff.compat.checkpoints import may_repeat
@@ -63,8 +63,8 @@ class CallShare:
 class OpEvent:
     """One op, in one session; made when it is about to run, and over with ``close``.
 
-    The order is ``before``, the op itself, ``change``, ``after``; an op that fails or that returns no tensor goes from
-    ``before`` to ``close``. Only ``change`` counts the op. ``node`` is None where nobody asks for this one.
+    The order is ``before``, the op itself, ``change``, ``after``; an op that fails goes from ``before`` to ``close``,
+    one that returns nothing by ``count``. Only that and ``change`` count it. ``node`` is None where nobody asks for it.
     """
 
     __slots__ = ("_crossing", "_frames", "_is_met", "_place", "_versions", "index", "name", "node", "part", "row")
@@ -111,12 +111,16 @@ class OpEvent:
         """Whether an edit changes what this op returns."""
         return self.node is not None and any(not act.needs_graph for act in self.node.exit.acts)
 
+    def count(self) -> None:
+        """Note that the op is over: the next one of its name has the next number."""
+        self.part.counts[self.row] = self.index + 1
+
     def change(self, value: Any, given: Arguments) -> Any:
         """Count the op, and return what its caller gets instead, by the edits of its value.
 
         What asks for gradients comes in ``after``: it hooks the tensor that the model really goes on with.
         """
-        self.part.counts[self.row] = self.index + 1
+        self.count()
         return self._act(value, given, needs_graph=False)
 
     def is_rewritten(self, value: Any) -> Tensor | None:
@@ -243,6 +247,42 @@ class Written:
         if is_changed and self.is_reshaped:
             raise PlanError("an op that changes the shape of its input itself cannot be given another: edit its output")
         return self.target if (is_changed or has_values) and not self.is_reshaped else None
+
+
+class Unseen:
+    """Whether an edited op writes where an edit cannot be handed on: known by versions, when the op has run.
+
+    ``given``: the arguments before edits; ``args`` and ``kwargs`` what the op is called with. ``own``: the copy of a
+    ``Written`` target, which is handed on.
+    """
+
+    def __init__(self, given: Any, args: Any, kwargs: Any, own: Any) -> None:
+        self._theirs = {id(one) for _, one in iter_tensors(given)}
+        self._versions = [(one, version_of(one)) for _, one in iter_tensors((args, kwargs)) if one is not own]
+
+    def check(self, events: list[OpEvent], output: Any, *, has_values: bool) -> None:
+        """Raises PlanError for a write into an argument that an edit has made, or into a list whose edit is asked for.
+
+        ``has_values``: whether an edit changes what the op returns.
+        """
+        try:
+            self._check(events[0].name, output, has_values=has_values)
+        except PlanError as error:
+            _fail(events, error)
+            raise
+
+    def _check(self, name: str, output: Any, *, has_values: bool) -> None:
+        written = [one for one, version in self._versions if version_of(one) != version]
+        if any(id(one) not in self._theirs for one in written):
+            raise PlanError(
+                f"op {name!r} writes into an argument that was edited, and its name does not tell: what it wrote would "
+                "be lost; edit what it is made of, or where it is used"
+            )
+        inside = [] if isinstance(output, Tensor) or not has_values else [one for _, one in iter_tensors(output)]
+        if any(one is other for one in written for other in inside):
+            raise PlanError(
+                f"op {name!r} writes into several tensors: its output cannot be edited; edit where it is used"
+            )
 
 
 def _fail(events: list[OpEvent], error: Exception) -> None:

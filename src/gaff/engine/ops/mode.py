@@ -32,7 +32,7 @@ from gaff.engine.clock import Run, is_running
 from gaff.engine.modules import Hook
 from gaff.engine.node import Node
 from gaff.engine.ops.attention import attend
-from gaff.engine.ops.calls import CallShare, OpEvent, Written, check_place, enter_op, is_at, leave_op
+from gaff.engine.ops.calls import CallShare, OpEvent, Unseen, Written, check_place, enter_op, is_at, leave_op
 from gaff.engine.ops.names import COMPOSITES, NAMES, is_tensors, name_of, opened
 from gaff.engine.ops.scope import NamedOps, Scope
 from gaff.engine.surroundings import SLOW_PATH, takes_fast_path
@@ -343,24 +343,27 @@ class OpMode(TorchFunctionMode):
         if len(events) > 1:
             events.sort(key=lambda event: not event.part.scope.is_edit)
         try:
-            written = Written(name, args, kwargs)
+            written, given = Written(name, args, kwargs), (args, kwargs)
             args, kwargs, heard = enter_op(events, func, args, kwargs)
             has_values = any(event.has_values for event in events)
             target = written.target_of(args, kwargs, has_values=has_values)
             if target is not None:
                 args, kwargs = written.put(args, kwargs, written.of(args, kwargs).clone())
-            elif has_values and kwargs.get("out") is not None:
-                raise PlanError(f"op {name!r} writes with out=: its output cannot be edited; edit where it is used")
+            elif kwargs.get("out") is not None and (has_values or kwargs["out"] is not given[1]["out"]):
+                raise PlanError(
+                    f"op {name!r} writes with out=: what it writes to cannot be edited; edit where it is used"
+                )
+            is_edited = has_values or args is not given[0] or kwargs is not given[1]
+            own = None if target is None else written.of(args, kwargs)
+            unseen = Unseen(given, args, kwargs, own) if is_edited else None
             inside = opened(func) if name in COMPOSITES else None
             if name in ATTENTIONS:
                 output = attend(name, events, func, args, kwargs)
             else:
                 output = func(*args, **kwargs) if inside is None else self._open(inside, args, kwargs)
-            if (output is None and name == "setitem") or is_tensors(output):
-                output = leave_op(events, output, written if target is not None else None, args, kwargs)
-                for listener, call in heard:
-                    listener.leave(call, output if output is not None else args[0] if target is None else target)
-            return output
+            if unseen is not None:
+                unseen.check(events, output, has_values=has_values)
+            return _left(events, output, written if target is not None else None, args, kwargs, heard)
         finally:
             for event in events:
                 event.close()
@@ -372,6 +375,18 @@ class OpMode(TorchFunctionMode):
             return inside(*args, **kwargs)
         finally:
             modes.remove_mode(self)
+
+
+def _left(events: list[OpEvent], output: Any, written: Written | None, args: Any, kwargs: Any, heard: Any) -> Any:
+    """An op has returned: ``leave_op``, and then listeners. One that returns no tensor has written at most."""
+    if (output is None and events[0].name == "setitem") or is_tensors(output):
+        output = leave_op(events, output, written, args, kwargs)
+        for listener, call in heard:
+            listener.leave(call, output if output is not None else args[0] if written is None else written.target)
+    elif output is None:
+        for event in events:
+            event.count()
+    return output
 
 
 def _events(parts: list[CallShare], rows: list[NamedOps], frame: FrameType) -> list[OpEvent]:
