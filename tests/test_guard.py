@@ -436,3 +436,21 @@ def test_what_is_found_at_the_end_of_the_block_has_a_line_of_the_user():
     with pytest.raises(gaff.NonFiniteError, match=r"NaN made by 1/batch_norm#0, test_guard\.py:\d+"):
         with gaff.guard(model):
             model(torch.randn(8, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_a_program_that_catches_what_a_guard_raises_goes_on_with_other_batches(has_gradients):
+    model, optimizer, batches = make(lambda x: x * 1.0)
+    batches[1][0, 0] = math.nan
+    made = []
+    with gaff.guard(model):
+        for step, x in enumerate(batches):
+            optimizer.zero_grad()
+            y = model(x)
+            (y if has_gradients else y.nan_to_num()).square().mean().backward()
+            try:
+                optimizer.step()
+            except NonFiniteError:
+                continue
+            made.append(step)
+    assert made == [0, 2, 3, 4, 5]

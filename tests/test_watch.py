@@ -1230,3 +1230,78 @@ def test_what_gaff_itself_runs_is_no_part_of_the_training(tmp_path):
     assert [name for name in record.scalars if name.startswith("loss")] == ["loss:loss"]
     assert record.scalar("loss").values == pytest.approx(losses)
     assert record.scalar("samples").values == [5.0] * 4
+
+
+def test_an_optimizer_that_takes_over_goes_on_with_the_steps_of_its_parameters(tmp_path):
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        train(model, torch.optim.SGD(model.parameters(), 0.1), 4)
+        gc.collect()  # the first optimizer is gone
+        train(model, torch.optim.SGD(model[2].parameters(), 0.01), 3)
+    record = gaff.load(tmp_path / "run")
+    assert list(record.series("2.weight:grad", "norm").steps) == list(range(7))
+    assert list(record.series("2.weight:param", "lr").values) == pytest.approx([0.1] * 4 + [0.01] * 3)
+    assert list(record.scalar("loss").steps) == list(range(7))
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+def test_the_rate_of_a_parameter_is_that_of_its_step_and_not_what_a_scheduler_makes_next(tmp_path, is_given, kind):
+    first, second = nn.Linear(6, 4), nn.Linear(4, 1)
+    model = nn.Sequential(first, second)
+    rate = (lambda value: value) if kind == "number" else torch.tensor
+    optimizers = [torch.optim.SGD(one.parameters(), rate(lr)) for one, lr in ((first, 0.5), (second, 0.25))]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in optimizers]
+    with gaff.watch(model, optimizers if is_given else None, out=tmp_path / "run", every=1):
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.randn(5, 6)).square().mean().backward()
+            for one in (*optimizers, *schedulers):
+                one.step()
+    record = gaff.load(tmp_path / "run")
+    assert list(record.series("0.weight:param", "lr").values) == [0.5, 0.25, 0.125]
+    assert list(record.series("1.weight:param", "lr").values) == [0.25, 0.125, 0.0625]
+
+
+def test_an_optimizer_without_a_rate_by_that_name_has_none_and_no_alarm(tmp_path):
+    class Steps(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"step_size": 0.1})
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for one in group["params"]:
+                    one -= group["step_size"] * one.grad
+
+    model = nn.Linear(6, 2)
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        train(model, Steps(model.parameters()), 20)
+    record = gaff.load(tmp_path / "run")
+    assert all(map(math.isnan, record.series("weight:param", "lr").values))
+    assert "lr_zero" not in {one.rule for one in record.findings}
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("is_given", [True, False])
+def test_losses_of_steps_that_a_scaler_leaves_out_are_those_of_no_step(tmp_path, is_given, optimizers):
+    first, second = nn.Linear(6, 4), nn.Linear(4, 1)
+    model, skipped, truth = nn.Sequential(first, second), (0, 1, 4), []
+    parts = [model] if optimizers == 1 else [first, second]
+    stepping = [torch.optim.SGD(one.parameters(), 0.01) for one in parts]
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1000)
+    with gaff.watch(model, stepping if is_given else None, out=tmp_path / "run", every=1):
+        for step in range(8):
+            model.zero_grad()
+            loss = model(torch.randn(3 + step, 6)).square().mean()
+            scaler.scale(loss).backward()
+            if step in skipped:
+                first.weight.grad[0, 0] = second.weight.grad[0, 0] = math.inf
+            else:
+                truth.append((loss.item(), 3.0 + step))
+            for one in stepping:
+                scaler.step(one)
+            scaler.update()
+    record = gaff.load(tmp_path / "run")
+    assert list(record.scalar("loss:loss").values) == pytest.approx([loss for loss, _ in truth], rel=1e-6)
+    assert list(record.scalar("samples").values) == [samples for _, samples in truth]

@@ -150,6 +150,12 @@ class Guard:
             return
         self.steps += 1
         self._unstepped = 0
+        try:
+            self._check_step(optimizer)
+        finally:
+            self._runs.forget()  # also where it raises: a program that catches this goes on with other batches
+
+    def _check_step(self, optimizer: Any) -> None:
         gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
         sums = self._runs.sums()
         is_bad = not are_finite([*sums, *_norm(gradients)])
@@ -160,13 +166,14 @@ class Guard:
                 self._alarm(has_gradients=has_gradients)
         if is_bad_elsewhere:
             self._tell(Report(True, STEP, direction="forward", cause="another process tells where"))
-        self._runs.forget()
 
     def _check_forward(self) -> None:
         """Read what the runs since the last step have added up, and forget them. Waits for the device."""
-        if self._search.anywhere(not are_finite(self._runs.sums())):
-            self._alarm(has_gradients=False)
-        self._runs.forget()
+        try:
+            if self._search.anywhere(not are_finite(self._runs.sums())):
+                self._alarm(has_gradients=False)
+        finally:
+            self._runs.forget()
 
     def _is_bad_in_a_replica(self, is_bad: bool) -> bool:
         """Whether any replica of DistributedDataParallel has found something; asked at steps only.

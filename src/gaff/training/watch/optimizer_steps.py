@@ -52,6 +52,7 @@ class OptimizerSteps:
         self.in_a_row = 0
         self.looks = -1  # how many sampled steps there were before this one
         self._models = models
+        self._is_left_out = False  # a step was left out, and none made since
         self._skipper: int | None = None  # whose skipped steps count: others of the step skip theirs, too
         self._stepped: set[int] = set()  # optimizers that made theirs in the step in progress
         self._weights: dict[str, list[tuple[int, int]]] = {}  # by model: which they are, and how often written to
@@ -105,7 +106,9 @@ class OptimizerSteps:
         if sampled is None:
             return
         has_moments = self.looks % _MOMENTS == 0
-        update = Update(optimizer, self._models, sampled.numbers, has_closure=has_closure, has_moments=has_moments)
+        number = self.optimizers.number_of(optimizer)
+        update = Update(optimizer, self._models, sampled.numbers, has_closure=has_closure, has_moments=has_moments,
+                        number=number)  # fmt: skip
         name = type(optimizer).__name__
         is_repeated = not has_closure and self.lost.repeats(optimizer)
         if is_repeated:
@@ -134,6 +137,7 @@ class OptimizerSteps:
         In a sampled step what it has changed is counted now.
         """
         is_end = self.optimizers.stepped(optimizer)
+        self._is_left_out = False
         self.idle.stepped(optimizer)
         self.in_a_row = 0
         if sampled is not None:
@@ -159,6 +163,7 @@ class OptimizerSteps:
         first count, until the leading optimizer makes a step again.
         """
         self.idle.stepped(optimizer)
+        self._is_left_out = self.at.ended_at is None
         if self._skipper not in (None, id(optimizer)):
             return False
         self._skipper = id(optimizer)
@@ -186,6 +191,11 @@ class OptimizerSteps:
     def parameters(self, called: set[Key]) -> dict[Key, dict[str, Any]]:
         """Every parameter of the models that train, see ``step_facts``; ``called``: the modules that ran."""
         return step_facts.parameters(self._models, self.updates.values(), self.optimizers.counts, called)
+
+    def take_left_out(self) -> bool:
+        """Whether a step was left out and no optimizer has made one since: asked once, when the next step begins."""
+        is_left_out, self._is_left_out = self._is_left_out, False
+        return is_left_out
 
     def is_alone(self) -> bool:
         """Whether there is one optimizer, as far as is known: its step ends that of the run for certain."""

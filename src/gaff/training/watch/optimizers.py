@@ -10,6 +10,16 @@ from gaff.training.watch.models import Models
 from gaff.training.watch.updates import parameters_of
 
 
+class _Made:
+    """How many steps the parameters of one optimizer have had, by it and by those before it; ``named``: their names."""
+
+    __slots__ = ("named", "steps")
+
+    def __init__(self, named: set[Any]) -> None:
+        self.named = named
+        self.steps = 0
+
+
 class Optimizers:
     """Which optimizers count, and which one's steps are the steps of the run.
 
@@ -17,8 +27,8 @@ class Optimizers:
     run ends with a step of the leader. That is the first optimizer that makes one; another takes its place when it
     makes a second step before the leader has made one: the leader is gone, or steps less often.
 
-    All but those given are held weakly. ``counts``: how many steps each that has made one has made; ``others``: how
-    many steps were made that do not count.
+    All but those given are held weakly, and parameters not at all, which torch may have to swap. ``counts``: how many
+    steps each that has made one has made; ``others``: how many steps were made that do not count.
     """
 
     def __init__(self, given: Iterable[Any], models: Models, *, is_any: bool) -> None:
@@ -31,6 +41,8 @@ class Optimizers:
         self._is_any = is_any
         self._leader: weakref.ref[Any] | None = None
         self._now: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # steps since the leader's last
+        self._made_by: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()
+        self._all: list[_Made] = []  # also of optimizers that are gone
         self._owners: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
     def has(self, optimizer: Any) -> bool:
@@ -65,9 +77,28 @@ class Optimizers:
         """
         return self.known == 1 and (len(self._given) == 1 or self._made > 1)
 
+    def number_of(self, optimizer: Any) -> int:
+        """How many steps its parameters have had before the one that it is about to make.
+
+        An optimizer that takes over from another (a second phase of a training, with groups or settings of its own)
+        goes on with the number of that one, which may be gone by now.
+        """
+        known = self._made_by.get(optimizer)
+        if known is None:
+            named = {self._models.name_of(parameter) for _, parameter in parameters_of(optimizer)} - {None}
+            known = self._made_by[optimizer] = _Made(named)
+            for other in self._all:
+                if other.named & named:
+                    known.steps = max(known.steps, other.steps)
+            self._all = [one for one in self._all if not one.named <= named]  # a new one for each epoch, say
+            self._all.append(known)
+        return known.steps
+
     def stepped(self, optimizer: Any) -> bool:
         """Count a step of ``optimizer``; whether it ends a step of the run, being the leader's."""
         self._made += 1
+        self.number_of(optimizer)
+        self._made_by[optimizer].steps += 1
         self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
         leader = self._leader() if self._leader is not None else None
         if leader is not optimizer:

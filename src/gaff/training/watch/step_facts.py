@@ -290,7 +290,8 @@ def parameters(
 
     ``updates``: the optimizer steps of this window, ``optimizers`` all that count with the number of their steps,
     ``called`` the modules that ran, by model and path. Parameters of an optimizer that made no step in this window are
-    left out: nothing is known of their gradients. Those that no optimizer owns are told with a learning rate of 0.
+    left out: nothing is known of their gradients. Those that no optimizer owns are told with a learning rate of 0,
+    those of an optimizer that has none by that name with NaN.
     """
     found: dict[Key, dict[str, Any]] = {}
     numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
@@ -298,7 +299,7 @@ def parameters(
         found[key] = {
             **_plain(one.parameter),
             "optimizer": numbers.get(id(update.optimizer)),
-            "lr": float(one.group.get("lr", 0.0)),
+            "lr": float(one.group.get("lr", math.nan)),
             "decay": float(one.group.get("weight_decay", 0.0) or 0.0),
             "is_decoupled": isinstance(update.optimizer, torch.optim.AdamW)
             or bool(one.group.get("decoupled_weight_decay")),
@@ -306,7 +307,7 @@ def parameters(
             "adam_rms": one.adam_rms,
             "momentum": one.momentum,
             "had_grad": one.had_grad,
-            "step": optimizers.get(update.optimizer, 1) - 1,
+            "step": update.number,
         }
     owned = owned_by(optimizers)
     trained = {key[0] for key in found}

@@ -34,9 +34,9 @@ _PROBES = 8  # parameters asked whether their gradients were cleared
 class Owned:
     """A parameter of an optimizer, as it is before a step.
 
-    ``group``: the optimizer's own parameter group. ``had_grad``: whether there was a gradient when the step was given
-    it. ``adam_rms`` and ``momentum`` are those of ``gaff.record.sample.Parameter``; None where the optimizer keeps no
-    such moments, or they were not read at this look.
+    ``group``: the settings of its group then, which a scheduler may change before they are read. ``had_grad``: whether
+    there was a gradient when the step was given it. ``adam_rms`` and ``momentum`` are those of
+    ``gaff.record.sample.Parameter``; None where the optimizer keeps no such moments, or they were not read then.
     """
 
     model: str
@@ -54,13 +54,21 @@ class Update:
 
     Reads gradients and weights once each, and copies some 16,384 elements of every larger weight, never twice as many,
     for the time of the step: the difference to what they are afterwards is the update. With a closure the gradients
-    come during the step, and are read at its end.
+    come during the step, and are read at its end. ``number``: how many steps there were before for its parameters.
     """
 
     def __init__(
-        self, optimizer: Any, models: Models, bank: Accumulator, *, has_closure: bool, has_moments: bool = True
+        self,
+        optimizer: Any,
+        models: Models,
+        bank: Accumulator,
+        *,
+        has_closure: bool,
+        has_moments: bool = True,
+        number: int = 0,
     ) -> None:
         self.optimizer = optimizer
+        self.number = number
         self.owned: list[Owned] = []
         self.was_cleared: bool | Tensor = True
         self.is_fed = False  # any of its parameters has a gradient, whether a watched model has it or not
@@ -83,11 +91,12 @@ class Update:
         """
         with torch.no_grad():
             values = []
+            settings = {id(group): _settings(group) for group in self.optimizer.param_groups}
             for group, parameter in parameters_of(self.optimizer):
                 named = self._models.name_of(parameter)
                 value = readable(parameter)
                 if named is not None and value is not None:
-                    self.owned.append(Owned(*named, parameter, group, some_of(value).clone()))
+                    self.owned.append(Owned(*named, parameter, settings[id(group)], some_of(value).clone()))
                     values.append(value)
             if not self.has_closure:
                 self._read_gradients()
@@ -271,6 +280,12 @@ def parameters_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield group, parameter
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters, as it is now: a learning rate that is a tensor is written to later."""
+    return {name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items() if name != "params"}  # fmt: skip
 
 
 def _first_gradient(optimizer: Any) -> Tensor | None:

@@ -168,6 +168,9 @@ class Watcher:
             self._looks.follow(model)
 
     def _trains(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._steps.take_left_out():
+            self._losses.forget()
+            self._calls.passing.take_samples()
         self._looks.run_begins(self.step, model, module, args, kwargs)
         if self._looks.is_endless and self._looks.sampled is not None:
             self._end_look()
@@ -248,9 +251,6 @@ class Watcher:
         if self._steps.in_a_row == _STUCK:
             self.reporter.add(incidents.of_stuck_scaler(self.step, self._losses.scale, _STUCK), self.step)
             self._origin.find("a gradient", self.step, self._looks.sampled, steep=self._losses.steep)
-        if self._steps.is_alone():  # else another optimizer may go on with what was seen
-            self._losses.forget()
-            self._calls.passing.take_samples()
         self._batches.clear()
         if self._looks.sampled is not None:
             self._looks.drop()
