@@ -1305,3 +1305,53 @@ def test_losses_of_steps_that_a_scaler_leaves_out_are_those_of_no_step(tmp_path,
     record = gaff.load(tmp_path / "run")
     assert list(record.scalar("loss:loss").values) == pytest.approx([loss for loss, _ in truth], rel=1e-6)
     assert list(record.scalar("samples").values) == [samples for _, samples in truth]
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_a_module_that_is_called_inside_a_checkpoint_and_outside_of_it_has_all_its_gradients(tmp_path, is_reentrant):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.act = nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh()
+
+        def forward(self, x):
+            return checkpoint(lambda h: self.act(self.b(h)), self.act(self.a(x)), use_reentrant=is_reentrant)
+
+    model, seen = Both(), []
+
+    def follow(module, args, out):
+        if out.requires_grad:
+            out.register_hook(seen.append)
+
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        train(model, sgd(model), 1, data=lambda: torch.randn(8, 4))
+        handle = model.act.register_forward_hook(follow)
+        train(model, sgd(model), 1, data=lambda: torch.randn(8, 4))
+        handle.remove()
+    record = gaff.load(tmp_path / "run")
+    assert list(record.series("act:grad_output", "count").values) == [64, 64]
+    if is_reentrant:  # the hook of a plain recomputation is that of the first pass again
+        truth = torch.cat(seen).norm().item()
+        assert record.series("act:grad_output", "norm").values[1] == pytest.approx(truth, rel=1e-5)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_block_that_ends_in_a_module_which_it_calls_twice_is_looked_at(tmp_path, in_place):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.relu = nn.Linear(6, 6), nn.Linear(6, 6), nn.ReLU(in_place)
+
+        def forward(self, x):
+            return self.relu(self.two(self.relu(self.one(x))) + x)
+
+    model, outputs = nn.Sequential(Block(), Block(), nn.Linear(6, 2)), []
+    handle = model[1].register_forward_hook(lambda module, args, out: outputs.append(out.detach().clone()))
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        train(model, sgd(model), 4)
+    handle.remove()
+    record = gaff.load(tmp_path / "run")
+    for site in ("0", "1", "1:grad_output"):
+        assert list(record.series(site, "rms").steps) == [1, 2, 3], site  # in the first look it is not known yet
+    rms = [one.square().mean().sqrt().item() for one in outputs[1:]]
+    assert list(record.series("1", "rms").values) == pytest.approx(rms, rel=1e-5)

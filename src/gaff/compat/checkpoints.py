@@ -54,6 +54,19 @@ def repeats_in_order(function: Any) -> bool:
     return getattr(type(function), "_forward_cls", None) is CheckpointFunction
 
 
+def repeats_without_graph() -> bool:
+    """Whether a reentrant checkpoint repeats the code that runs: its first pass made no autograd graph.
+
+    A checkpoint of the other kind may lie inside one and repeat its own part of that, whose first pass made one.
+    """
+    for frame in frames_from(sys._getframe(1)):
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            return True
+        if frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == checkpoint_module.__file__:
+            return False
+    return False
+
+
 def is_spent(region: Any) -> bool:
     """Whether a region can recompute no more: torch's reentrant checkpoint, once a pass has freed what it saved.
 

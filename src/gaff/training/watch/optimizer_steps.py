@@ -52,7 +52,6 @@ class OptimizerSteps:
         self.in_a_row = 0
         self.looks = -1  # how many sampled steps there were before this one
         self._models = models
-        self._is_left_out = False  # a step was left out, and none made since
         self._skipper: int | None = None  # whose skipped steps count: others of the step skip theirs, too
         self._stepped: set[int] = set()  # optimizers that made theirs in the step in progress
         self._weights: dict[str, list[tuple[int, int]]] = {}  # by model: which they are, and how often written to
@@ -137,7 +136,7 @@ class OptimizerSteps:
         In a sampled step what it has changed is counted now.
         """
         is_end = self.optimizers.stepped(optimizer)
-        self._is_left_out = False
+        self.at.is_left_out = False
         self.idle.stepped(optimizer)
         self.in_a_row = 0
         if sampled is not None:
@@ -163,7 +162,7 @@ class OptimizerSteps:
         first count, until the leading optimizer makes a step again.
         """
         self.idle.stepped(optimizer)
-        self._is_left_out = self.at.ended_at is None
+        self.at.is_left_out = self.at.ended_at is None
         if self._skipper not in (None, id(optimizer)):
             return False
         self._skipper = id(optimizer)
@@ -194,7 +193,7 @@ class OptimizerSteps:
 
     def take_left_out(self) -> bool:
         """Whether a step was left out and no optimizer has made one since: asked once, when the next step begins."""
-        is_left_out, self._is_left_out = self._is_left_out, False
+        is_left_out, self.at.is_left_out = self.at.is_left_out, False
         return is_left_out
 
     def is_alone(self) -> bool:

@@ -7,7 +7,7 @@ under which address; the counting itself is done by an ``Accumulator``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gaff.address.grammar import Site
 from gaff.address.nested import iter_tensors
 from gaff.compat import autograd, compiler, memory
+from gaff.compat.checkpoints import repeats_without_graph
 from gaff.engine.gradients.tensor_hooks import EDGE, is_at_edge, keep_gradient
 from gaff.engine.process.functions import ATTENTION
 from gaff.record.sample import Key, port_of
@@ -119,6 +120,31 @@ class RunCount:
             self.strays[id(module)] = Stray(weakref.ref(module), self.inside, type(module), is_drawn)
 
 
+def _share(outputs: Mapping[Key, SampledOutput], numbers: Accumulator) -> list[Key]:
+    """Give tensors with several addresses their numbers under each of them, where that was so in each call.
+
+    Returns the addresses of which it was not, as of a block that ends in an activation which it calls before: they have
+    no numbers this time, and are looked at by themselves from now on.
+    """
+    others = []
+    for key, one in outputs.items():
+        if one.known is None:
+            continue
+        if one.calls == (other := outputs[one.known]).calls:
+            numbers.alias(key, one.known)
+            numbers.alias(one.gradient, other.gradient)
+        else:
+            others.append(key)
+    return others
+
+
+def _unread(tensor: Tensor) -> str:
+    """What a tensor is whose numbers cannot be read, in words."""
+    if autograd.is_wrapper(tensor):
+        return "what passes inside a torch.func transform (vmap, grad ...)"
+    return f"a {type(tensor).__name__} of {tensor.layout}"
+
+
 class SampledStep:
     """What is seen of one step of training (``phase`` "train"), or of one run of an evaluation ("eval").
 
@@ -149,10 +175,7 @@ class SampledStep:
         """Look at nothing from now on; tensors with several addresses have their numbers under each of them."""
         self.is_open = False
         self.notes |= self.numbers.notes
-        for key, one in self._outputs.items():
-            if one.known is not None and one.calls == (other := self._outputs[one.known]).calls:
-                self.numbers.alias(key, one.known)
-                self.numbers.alias(one.gradient, other.gradient)
+        self._models.called_often.update(_share(self._outputs, self.numbers))
 
     @property
     def size_bytes(self) -> int:
@@ -283,9 +306,7 @@ class SampledStep:
         value = readable(tensor)
         if value is None:
             if tensor.is_floating_point():
-                what = "what passes inside a torch.func transform (vmap, grad ...)"
-                what = what if autograd.is_wrapper(tensor) else f"a {type(tensor).__name__} of {tensor.layout}"
-                self.notes.add(f"{key[1]}: {what} is not looked at")
+                self.notes.add(f"{key[1]}: {_unread(tensor)} is not looked at")
             return
         has_units = entry.kind in ("rectifier", "tanh", "sigmoid") or not entry.path
         self._observe(key, value, self._latest.channels_at if has_units else None)
@@ -297,12 +318,13 @@ class SampledStep:
     def _recomputed(self, entry: WatchedModule, output: Any) -> None:
         """A checkpoint runs the module again: its gradients come from here if the first pass had no autograd graph.
 
-        Those of compiled code do in any case: backward is given what the second pass has saved.
+        A module that was called outside of it, too, has been followed there alone. Those of compiled code come from
+        here in any case.
         """
         if entry.is_wanted:
             for place, tensor in iter_tensors(output):
                 one = self._outputs.get(entry.key("output", place))
-                if self._stands is not None or one is None or not one.is_followed:
+                if self._stands is not None or one is None or not one.is_followed or repeats_without_graph():
                     self._follow(entry, place, tensor)
 
     def _follow(self, entry: WatchedModule, place: Place, tensor: Tensor) -> bool:

@@ -66,12 +66,14 @@ class StepState:
 
     ``began``: when the step in progress did, in seconds of ``time.perf_counter``. ``ended_at``: when the leading
     optimizer made its step, until something else begins and tells that no other optimizer follows; None in between.
+    ``is_left_out``: a GradScaler has left a step out, and no optimizer has made one since.
     """
 
     def __init__(self) -> None:
         self.state = State.IDLE
         self.began = 0.0
         self.ended_at: float | None = None
+        self.is_left_out = False
 
     def enter(self, event: LoopEvent) -> bool:
         """Go on to the state that ``event`` leads to; whether the step before is over by it, and to be completed.
