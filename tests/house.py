@@ -34,7 +34,7 @@ FLOORS = (
     ("errors", "version"),
 )
 MOST_LINES = 40_720
-MOST_OF_CORE = 14_450
+MOST_OF_CORE = 14_490
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

@@ -107,7 +107,9 @@ def _plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return value
     if type(value).__name__.lower() in _KINDS:
         return {"edit": to_dict(value, tensors)}
-    raise PlanError(f"{name}={value!r} cannot be saved: expected a number, a tensor or one of gaff.edits")
+    raise PlanError(
+        f"{name}= is a {type(value).__name__}, which cannot be saved: expected a number, a tensor or one of gaff.edits"
+    )
 
 
 def _value(plain: Any, tensors: dict[str, Tensor]) -> Any:

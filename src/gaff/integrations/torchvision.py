@@ -65,7 +65,7 @@ class FeatureExtractor(nn.Module):
 
 
 def create_feature_extractor(
-    model: nn.Module, return_nodes: Sequence[str] | Mapping[str, str], **tracing: Any
+    model: nn.Module, return_nodes: Sequence[str] | Mapping[str, str] | None = None, **tracing: Any
 ) -> FeatureExtractor:
     """A module that returns features of ``model`` by name, as torchvision's function of this name does.
 
@@ -85,6 +85,10 @@ def create_feature_extractor(
     unknown = [name for name in tracing if name not in _TRACING]
     if unknown:
         raise PlanError(f"{unknown[0]}= is not known here: expected return_nodes, for the mode that the model is in")
+    if return_nodes is None:
+        raise PlanError(
+            "return_nodes= is missing: expected names of nodes, or a dict from these to names in the result"
+        )
     if isinstance(return_nodes, str):
         raise PlanError(f"return_nodes={return_nodes!r}: expected a list of names, such as [{return_nodes!r}]")
     wanted = return_nodes if isinstance(return_nodes, Mapping) else {name: name for name in return_nodes}

@@ -57,10 +57,13 @@ def to_json(requests: Sequence[Request], options: Options, tensors: dict[str, Te
         row: dict[str, Any] = {"pattern": str(request.target)}
         if request.optional:
             row["optional"] = True
-        if request.reduce is not None:
-            row["reduce"] = keep_part.to_dict(request.reduce)
-        if request.edit is not None:
-            row["edit"] = edit_part.to_dict(request.edit, held)
+        try:
+            if request.reduce is not None:
+                row["reduce"] = keep_part.to_dict(request.reduce)
+            if request.edit is not None:
+                row["edit"] = edit_part.to_dict(request.edit, held)
+        except PlanError as error:
+            raise PlanError(f"{request.target}: {error}") from None
         rows.append(row)
     if held and tensors is None:
         raise PlanError(f"plan holds {len(held)} tensors, which are no text: save it with plan.save(path)")
