@@ -1247,3 +1247,13 @@ def test_a_shuffling_loader_is_harvested_in_the_order_that_it_would_give(tmp_pat
     (draw or torch.default_generator).manual_seed(5)
     store = gaff.harvest(nn.Identity(), loader, ":output", out=tmp_path / "out", progress=False)
     assert torch.equal(torch.as_tensor(store[":output"][:]), expected)
+
+
+def test_rows_of_one_element_are_compared_whatever_their_stride(tmp_path):
+    class First(nn.Module):
+        def forward(self, x):
+            return x[:, 0]
+
+    for _ in range(2):
+        store = gaff.harvest(First(), [torch.full((1, 4), 2.0)], ":output", out=tmp_path / "acts")
+        assert store[":output"][:].tolist() == [2.0]

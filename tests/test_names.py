@@ -535,3 +535,25 @@ def test_the_command_takes_one_standard_name_into_a_file(tmp_path, capsys):
     assert "names:resid_post.0  1x7x32" in capsys.readouterr().out
     known = gaff.load(out)
     assert torch.equal(known["names:resid_post.0"], known["model.layers.1:input"])
+
+
+def test_a_residual_that_is_added_in_place_is_edited_by_its_name():
+    def forward(self, hidden_states, **given):
+        x = hidden_states.clone()
+        x += self.self_attn(hidden_states=self.input_layernorm(x), **given)[0]
+        x += self.mlp(self.post_attention_layernorm(x))
+        return x
+
+    model, ids, extra = llama(), tokens(), torch.randn(32)
+    for block in model.model.layers:
+        block.forward = forward.__get__(block)
+    gaff.sites(model, ids, names=True)
+    handle = model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, args, out: out + extra)
+    with torch.no_grad():
+        want = model(ids).logits
+    handle.remove()
+    with torch.no_grad(), gaff.edit(model, {"names:resid_mid.1": edits.add(extra)}) as changed:
+        got = model(ids).logits
+    torch.testing.assert_close(got, want)
+    assert changed.receipt.rows[0].hits == 1
+    assert not torch.allclose(got, model(ids).logits)

@@ -280,3 +280,14 @@ def test_tensors_of_one_shape_are_told_apart_and_switched_apart():
     assert b.grad.tolist() == [6.0] * 3
     with pytest.raises(gaff.SiteError, match="is not edited"):
         changed.off(torch.ones(3))
+
+
+def test_a_plan_that_holds_one_element_of_any_stride_has_a_digest_and_is_saved(tmp_path):
+    value = torch.randn(1, 4)[:, 0]
+    assert value.stride() == (4,)
+    plan = Plan.edit({"a": gaff.edits.replace(value)})
+    assert (
+        plan.digest == Plan.edit({"a": gaff.edits.replace(value.clone(memory_format=torch.contiguous_format))}).digest
+    )
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").digest == plan.digest

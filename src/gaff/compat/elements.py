@@ -85,6 +85,15 @@ def is_opaque(value: object) -> bool:
     return type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
+def words(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """The elements of a tensor in the order of its indices as words of ``dtype``, such as its bytes; may be a view.
+
+    A single element may have any stride, as ``x[:, 0]`` of a batch of one has, and torch refuses to view that as bytes.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(dtype)
+
+
 def has_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same bit for bit: a NaN is itself, -0 is not 0. False where their memory cannot tell.
 
@@ -92,8 +101,7 @@ def has_bits(one: Tensor, other: Tensor) -> bool:
     """
     if one.shape != other.shape or one.dtype != other.dtype or not (is_plain(one) and is_plain(other)):
         return False
-    a, b = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(a, b)
+    return torch.equal(words(one), words(other))
 
 
 def is_readable(tensor: Tensor) -> bool:

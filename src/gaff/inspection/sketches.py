@@ -113,8 +113,7 @@ def digest(tensor: Tensor) -> Tensor:
     of its place, modulo 2**64: made to tell two runs apart, not to withstand somebody who wants to deceive. Words are
     stirred since the same change in many of them, such as of each sign, would count as the sum of their factors alone.
     """
-    flat = tensor.detach().contiguous().reshape(-1)
-    words = flat.as_strided(flat.shape, (1,)).view(_WORDS[flat.element_size()])  # one element may have any stride
+    words = elements.words(tensor, _WORDS[tensor.element_size()])
     factors = _factors(str(tensor.device))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for begin in range(0, words.numel(), _PERIOD):

@@ -14,10 +14,9 @@ from dataclasses import asdict, astuple
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from gaff.compat import extras
+from gaff.compat import elements, extras
 from gaff.compat.files import replacing
 from gaff.errors import PlanError
 from gaff.sessions.reading import Reading, ReadSite
@@ -77,7 +76,7 @@ def checksum_of(text: str, tensors: Mapping[str, Tensor]) -> str:
     """A checksum (CRC-32, eight digits) of the text of a saved capture and of the elements of its tensors."""
     crc = zlib.crc32(text.encode())
     for name in sorted(tensors):
-        plain = tensors[name].contiguous().reshape(-1).view(torch.uint8)
+        plain = elements.words(tensors[name])
         crc = zlib.crc32(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode(), crc)
         memory = (ctypes.c_char * plain.numel()).from_address(plain.data_ptr()) if plain.numel() else b""
         crc = zlib.crc32(memory, crc)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from threading import get_ident
 from typing import Any
@@ -92,12 +92,14 @@ class Reached(Stream):
         self.told = told
         self._text = f"{pattern}: what {site} makes in this run is not what comes to {told}, or comes several times"
         # by thread and run, since the place was last reached; runs that ended before it leave theirs behind
-        self._made: dict[int, tuple[int, list[weakref.ref[Tensor]]]] = {}
+        self._made: dict[int, tuple[int, list[Callable[[], Tensor | None]]]] = {}
+        self._is_written = (site.op or "").endswith("_")  # in place: its own tensor goes on, with these bits
 
     def edited(self, new: Tensor, run: Any) -> None:
         """The edit has returned this."""
         index, made = self._made.get(get_ident(), (-1, []))
-        self._made[get_ident()] = run.index, [*(made if index == run.index else ()), weakref.ref(new)]
+        one = (lambda: new) if self._is_written else weakref.ref(new)
+        self._made[get_ident()] = run.index, [*(made if index == run.index else ()), one]
 
     def add(self, value: Any, run: Any, call: int) -> None:
         """The place is reached. Raises PlanError where the value is not the one that the edit has returned."""
@@ -105,6 +107,8 @@ class Reached(Stream):
         made = made if index == run.index else []
         new = made[0]() if made else None
         is_there = isinstance(value, Tensor) and new is not None and (value is new or memory.shares(value, new))
+        if self._is_written and new is not None and isinstance(value, Tensor) and not is_there:
+            is_there = elements.has_bits(value, new)
         if made and (len(made) > 1 or not is_there):
             raise PlanError(
                 f"{self._text}: expected an edit by the address of the op that makes it, as gaff.sites tells it"

@@ -13,7 +13,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gaff import keep as keep_part
@@ -39,7 +38,7 @@ def digest_of(requests: Sequence[Request], options: Options) -> str:
     for name, tensor in tensors.items():
         whole = _whole(name, tensor)
         digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-        digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(elements.words(whole).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -138,7 +138,7 @@ class Packing:
             told["is_complex"], tensor = True, torch.view_as_real(tensor)
         if tensor.dtype not in _KNOWN:  # taken as bytes first: torch copies no elements below a byte
             told["bytes"] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-            tensor = tensor.contiguous().flatten().view(torch.uint8)
+            tensor = elements.words(tensor)
         plain = tensor.cpu().clone(memory_format=torch.contiguous_format)
         told["name"] = next(one for one in _names(name) if one not in self.tensors)
         self.tensors[told["name"]] = plain
