@@ -541,8 +541,8 @@ class World(TorchFunctionMode):
                         one.unclear, one.is_open = "a module that it was given to returned it", True
         if any(ref is one for one in self.handed_back):  # of which others were given a view
             event.unclear, event.is_open = "the module returned its input", True
-        elif len(places(output, tensor)) > 1:
-            event.unclear = "twice in the output"
+        elif len(places(output, tensor)) > 1:  # each place has uses of its own, which one tap cannot tell apart
+            event.unclear, event.is_open = "twice in the output", True
         self.events.setdefault((path, "outer_grad", key), []).append(event)
         value, actions, change = ref.read(), [self._arrives(event)], self.change
         if change is not None and (change.path, change.port, change.key) == (path, "outer_grad", key):
