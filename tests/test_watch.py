@@ -1355,3 +1355,16 @@ def test_a_block_that_ends_in_a_module_which_it_calls_twice_is_looked_at(tmp_pat
         assert list(record.series(site, "rms").steps) == [1, 2, 3], site  # in the first look it is not known yet
     rms = [one.square().mean().sqrt().item() for one in outputs[1:]]
     assert list(record.series("1", "rms").values) == pytest.approx(rms, rel=1e-5)
+
+
+def test_optimizers_that_share_parameters_in_one_step_count_alike(tmp_path):
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+    first, second = sgd(model), torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], 0.01)
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        for _ in range(4):
+            model.zero_grad()
+            model(torch.randn(5, 6)).square().mean().backward()
+            first.step()
+            second.step()
+    record = gaff.load(tmp_path / "run")
+    assert list(record.series("0.weight:grad", "norm").steps) == list(range(4))

@@ -105,7 +105,7 @@ class OptimizerSteps:
         if sampled is None:
             return
         has_moments = self.looks % _MOMENTS == 0
-        number = self.optimizers.number_of(optimizer)
+        number = self.optimizers.number_of(optimizer, self._stepped)
         update = Update(optimizer, self._models, sampled.numbers, has_closure=has_closure, has_moments=has_moments,
                         number=number)  # fmt: skip
         name = type(optimizer).__name__
@@ -135,6 +135,7 @@ class OptimizerSteps:
 
         In a sampled step what it has changed is counted now.
         """
+        self.optimizers.number_of(optimizer, self._stepped)
         is_end = self.optimizers.stepped(optimizer)
         self.at.is_left_out = False
         self.idle.stepped(optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from gaff.training.watch.models import Models
@@ -11,11 +11,15 @@ from gaff.training.watch.updates import parameters_of
 
 
 class _Made:
-    """How many steps the parameters of one optimizer have had, by it and by those before it; ``named``: their names."""
+    """How many steps the parameters of one optimizer have had, by it and by those before it; ``named``: their names.
 
-    __slots__ = ("named", "steps")
+    ``which`` is the identity of the optimizer, which may be gone.
+    """
 
-    def __init__(self, named: set[Any]) -> None:
+    __slots__ = ("named", "steps", "which")
+
+    def __init__(self, which: int, named: set[Any]) -> None:
+        self.which = which
         self.named = named
         self.steps = 0
 
@@ -77,8 +81,10 @@ class Optimizers:
         """
         return self.known == 1 and (len(self._given) == 1 or self._made > 1)
 
-    def number_of(self, optimizer: Any) -> int:
+    def number_of(self, optimizer: Any, stepped: Collection[int] = ()) -> int:
         """How many steps its parameters have had before the one that it is about to make.
+
+        ``stepped``: the optimizers, by identity, that made theirs in the same step of the run.
 
         An optimizer that takes over from another (a second phase of a training, with groups or settings of its own)
         goes on with the number of that one, which may be gone by now.
@@ -86,10 +92,10 @@ class Optimizers:
         known = self._made_by.get(optimizer)
         if known is None:
             named = {self._models.name_of(parameter) for _, parameter in parameters_of(optimizer)} - {None}
-            known = self._made_by[optimizer] = _Made(named)
+            known = self._made_by[optimizer] = _Made(id(optimizer), named)
             for other in self._all:
                 if other.named & named:
-                    known.steps = max(known.steps, other.steps)
+                    known.steps = max(known.steps, other.steps - (other.which in stepped))
             self._all = [one for one in self._all if not one.named <= named]  # a new one for each epoch, say
             self._all.append(known)
         return known.steps
