@@ -24,6 +24,7 @@ def of_ranks(function, world, *arguments):
 
 def _main(rank, function, world, folder, finished, arguments):
     warnings.simplefilter("ignore")
+    faulthandler.enable()  # where it is killed
     faulthandler.dump_traceback_later(LONGEST_S, exit=True)  # where it hangs, rather than for ever
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))

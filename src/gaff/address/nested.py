@@ -188,7 +188,7 @@ def map_tensors(
         raise PlanError(_ENDLESS)
     parts = [map_tensors(child, change, opaque, depth + 1) for _, child in inside]
     try:
-        return _rebuild(value, parts)
+        return _rebuild(value, parts, opaque)
     except TypeError:  # a container that cannot be made anew, such as a read-only mapping
         if opaque is None:
             raise
@@ -356,39 +356,50 @@ def _what_is_there(value: Any) -> str:
     return f"it is a {type(value).__name__} with {keys or 'nothing in it'}" + (", ..." if len(inside) > 12 else "")
 
 
-def _rebuild(value: Any, parts: list[Any]) -> Any:
-    """A container of the type of ``value`` with other parts, which come in the order of ``children``."""
-    if type(value) is not Arguments:
-        return _container(value, parts)
-    count = len(value.args)
-    return Arguments(tuple(parts[:count]), dict(zip(value.kwargs, parts[count:], strict=True)), value.after)
+def _rebuild(value: Any, parts: list[Any], opaque: Callable[[Any], Any] | None = None) -> Any:
+    """A container of the type of ``value`` with other parts, which come in the order of ``children``.
 
-
-def _container(value: Any, parts: list[Any]) -> Any:
-    """As ``_rebuild``, for what models take and return.
-
-    Classes of others are copied and refilled instead of being called: their constructors may ask for anything. For the
-    same reason a dataclass is made without its ``__init__`` and ``__post_init__``; attributes that are no fields are
-    carried over. Raises TypeError where a container does not allow it, such as a read-only mapping.
+    Attributes that are no parts are carried over; those that hold tensors go through ``opaque``, if there is one.
+    Raises TypeError where a container does not allow it, such as a read-only mapping or one that computes its items.
     """
-    if isinstance(value, tuple):
-        if hasattr(value, "_make"):
-            return value._make(parts)
-        if type(value) is tuple:
-            return tuple(parts)
-        made = type(value)(parts)
-        getattr(made, "__dict__", {}).update(getattr(value, "__dict__", {}))
-        return made
+    if type(value) is tuple:
+        return tuple(parts)
     if type(value) is list:
         return parts
     if type(value) is dict:
         return dict(zip(value, parts, strict=True))
+    if type(value) is Arguments:
+        count = len(value.args)
+        return Arguments(tuple(parts[:count]), dict(zip(value.kwargs, parts[count:], strict=True)), value.after)
+    new = _container(value, parts)
+    held = [part for _, part in children(new) or ()]
+    if len(held) != len(parts) or any(one is not part for one, part in zip(held, parts, strict=True)):
+        raise TypeError(f"a {type(value).__name__} made anew holds other things than what it was given")
+    if opaque is not None:
+        _hide(new, value, parts, opaque)
+    return new
+
+
+def _container(value: Any, parts: list[Any]) -> Any:
+    """As ``_rebuild``, for classes of others.
+
+    They are copied and refilled instead of being called: their constructors may ask for anything, and make anything of
+    it. For the same reason a dataclass is made without its ``__init__`` and ``__post_init__``.
+    """
     new: Any
-    if isinstance(value, list):
+    if isinstance(value, tuple):
+        try:
+            new = tuple.__new__(type(value), parts)
+        except TypeError:  # those of torch.return_types
+            return type(value)(parts)
+        getattr(new, "__dict__", {}).update(getattr(value, "__dict__", {}))
+    elif isinstance(value, list):
         new = _refilled(copy.copy(value), parts)
     elif isinstance(value, Mapping):
         new = _copied(value)
         for key, part in zip(value, parts, strict=True):
+            if getattr(value, "__dict__", {}).get(key, _MISSING) is value[key]:  # read as an attribute, too
+                vars(new)[key] = part
             new[key] = part
     else:  # a dataclass, frozen or with slots as it may be
         new = object.__new__(type(value))
@@ -399,17 +410,34 @@ def _container(value: Any, parts: list[Any]) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a mapping that shares nothing with it in which it may keep its items: a dict or list of its own.
+    """A copy of a mapping that shares nothing with it in which it keeps its items: itself, or its own dicts and lists.
 
-    Raises TypeError for one of a class of somebody else of which nothing tells where it keeps them.
+    Raises TypeError where they lie elsewhere, such as one level deeper, or are computed when asked for.
     """
-    if not isinstance(value, dict) and not hasattr(value, "__dict__"):
-        raise TypeError(f"a {type(value).__name__} cannot be copied")
     new = copy.copy(value)
-    for name, inner in list(getattr(new, "__dict__", {}).items()):
-        if isinstance(inner, (dict, list, set)) and inner is vars(value).get(name):
+    own = getattr(value, "__dict__", {})
+    if own is value:  # a dict whose keys are its attributes
+        new.__dict__ = new
+        return new
+    stores: list[Any] = [dict(value)] if isinstance(value, dict) else []
+    for name, inner in own.items():
+        if isinstance(inner, (dict, list, set)):
+            stores.append(inner)
             vars(new)[name] = copy.copy(inner)
+    held = {id(item) for store in stores for item in (store.values() if isinstance(store, dict) else store)}
+    if any(id(item) not in held for item in value.values()):
+        raise TypeError(f"a {type(value).__name__} cannot be copied: its items lie out of reach")
     return new
+
+
+def _hide(new: Any, old: Any, parts: list[Any], opaque: Callable[[Any], Any]) -> None:
+    """Put ``opaque`` of it in the place of each attribute of ``new`` that holds tensors and none of its parts."""
+    known = {id(part) for part in parts if not isinstance(part, _PLAIN_LEAVES)}
+    for name, inner in list(getattr(new, "__dict__", {}).items()):
+        inside = [inner, *(item for _, item in children(inner) or ())]
+        is_kept = new is getattr(new, "__dict__", None) or any(id(one) in known for one in inside)
+        if not is_kept and next(iter_deep(inner), None) is not None:
+            vars(new)[name] = opaque(getattr(old, name, inner))
 
 
 def _refilled(made: list[Any], parts: list[Any]) -> list[Any]:

@@ -75,7 +75,8 @@ def is_plain(tensor: Tensor) -> bool:
     is_odd = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
     if is_odd or kind.__name__ in _UNREADABLE:
         return False
-    return kind is Tensor or kind is torch.nn.Parameter or not is_traceable_wrapper_subclass(tensor)
+    is_wrapper = is_opaque(tensor) or is_traceable_wrapper_subclass(tensor)
+    return kind is Tensor or kind is torch.nn.Parameter or not is_wrapper
 
 
 def is_opaque(value: object) -> bool:
@@ -139,7 +140,8 @@ def _computable(tensor: Tensor) -> Tensor:
 
 def cast(tensor: Tensor, dtype: torch.dtype, *, device: torch.device | None = None, copy: bool = False) -> Tensor:
     """As ``tensor.to``, but what is infinite stays not finite: NaN in the one type in which torch makes it 448."""
-    if dtype == torch.float8_e4m3fn and tensor.is_floating_point() and not is_small_float(tensor):
+    if dtype == torch.float8_e4m3fn and tensor.is_floating_point() and tensor.dtype != dtype:
+        tensor = tensor.float() if is_small_float(tensor) else tensor
         tensor = torch.where(tensor.isinf(), torch.nan, tensor)
     return tensor.to(device=tensor.device if device is None else device, dtype=dtype, copy=copy)
 

@@ -97,31 +97,38 @@ def own(value: Any, *, is_shared: bool) -> Any:
     Copy-on-write where that is safe, else a copy; ``is_shared``: others hold the memory. Elsewhere than on the CPU
     what is kept is handed out itself, unless it is shared: there a write of the reader is seen by later readers.
     """
+    return map_tensors(value, _copied if is_shared else _apart)
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """One tensor for a reader, where nobody else but what is kept holds the memory."""
+    if distributed.is_spread(tensor):
+        return distributed.with_local(tensor, _apart(distributed.local_of(tensor)))
     lazy = memory.lazy_clone()
+    if not tensor.is_cpu:
+        return tensor
+    if lazy is None or type(tensor) is not Tensor or tensor.is_quantized:
+        return tensor.clone()
+    try:
+        return lazy(tensor)
+    except RuntimeError:
+        return tensor.clone()  # sparse, nested or borrowed memory
 
-    def own_tensor(tensor: Tensor) -> Tensor:
-        """One tensor of the value, with its strides; torch itself refuses writes into a shared one that is expanded."""
-        if distributed.is_spread(tensor):
-            return distributed.with_local(tensor, own_tensor(distributed.local_of(tensor)))
-        if is_shared:  # torch itself refuses to write into expanded tensors
-            if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-                return tensor.clone()
-            if elements.is_packed(tensor.dtype):
-                return own_tensor(tensor.view(torch.uint8)).view(tensor.dtype)
-            if type(tensor) not in (Tensor, Parameter):  # copy_ into a plain tensor is not what such a class expects
-                return tensor.clone()
-            if 0 in tensor.stride():
-                return tensor
-            strided = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            return strided.copy_(tensor)
-        if lazy is None or type(tensor) is not Tensor or not tensor.is_cpu or tensor.is_quantized:
-            return tensor
-        try:
-            return lazy(tensor)
-        except RuntimeError:
-            return tensor  # sparse, nested or borrowed memory
 
-    return map_tensors(value, own_tensor)
+def _copied(tensor: Tensor) -> Tensor:
+    """One tensor for a reader, copied with its strides."""
+    if distributed.is_spread(tensor):
+        return distributed.with_local(tensor, _copied(distributed.local_of(tensor)))
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        return tensor.clone()
+    if elements.is_packed(tensor.dtype):
+        return _copied(tensor.view(torch.uint8)).view(tensor.dtype)
+    if type(tensor) not in (Tensor, Parameter):  # copy_ into a plain tensor is not what such a class expects
+        return tensor.clone()
+    if 0 in tensor.stride():
+        return _copy(tensor)
+    strided = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return strided.copy_(tensor)
 
 
 def size_of(kept: Any) -> int:
@@ -136,7 +143,8 @@ class Keeper:
     One for all requests of a capture that keep alike, shared by their sites; holds the options and no values.
     ``is_state``: what is kept are parameters or buffers, and is copied. ``is_gradient``: it is gradients. ``is_loose``:
     values are handed out as they are, with their autograd graph or by reference, as was asked. ``is_plain``: no option
-    asks for anything. ``wants_graph``: values are kept with their autograd graph.
+    asks for anything. ``wants_graph``: values are kept with their autograd graph. ``is_apart``: what lies in memory of
+    the caller or the model is copied at once, so that nothing can change it later; not what has an autograd graph.
     """
 
     def __init__(
@@ -146,6 +154,7 @@ class Keeper:
         *,
         is_state: bool = False,
         is_gradient: bool = False,
+        is_apart: bool = False,
     ) -> None:
         self.reduce = reduce
         self._dtype = options.dtype
@@ -156,6 +165,7 @@ class Keeper:
         self._memory: Memory | None = None
         self._model: nn.Module | None = None
         self._is_gradient = is_gradient
+        self._is_apart = is_apart
         self._refers = options.reference
         self._is_bare = False  # no copy-on-write, not even for a moment
         self._is_number = type(reduce) is Reduce and not (self._dtype or self._device or self.wants_graph)
@@ -256,7 +266,11 @@ class Keeper:
         if self._clone or (not self._refers and not tensor.is_meta and self._is_written_past(tensor, run)):
             return _copy(tensor if self.wants_graph else tensor.detach())
         known = self._memory
-        return hold(tensor, self.wants_graph, lambda other: known is None or known.is_foreign(other, run), checks)
+        has_graph = self.wants_graph and tensor.requires_grad
+        is_known = tensor.layout == torch.strided and not tensor.is_nested  # whose memory it is
+        if self._is_apart and not (has_graph or tensor.is_meta or (is_known and not _is_foreign(known, tensor, run))):
+            return _copy(tensor.detach())
+        return hold(tensor, self.wants_graph, lambda other: _is_foreign(known, other, run), checks)
 
     def _is_written_past(self, tensor: Tensor, run: Any) -> bool:
         """Whether somebody may write to it past the version counter, or is likely to where a write can only be told."""
@@ -300,9 +314,15 @@ class Keeper:
         return elements.cast(source, dtype, device=device)
 
 
+def _is_foreign(known: Memory | None, tensor: Tensor, run: Any) -> bool:
+    """Whether others than the run hold the memory of a tensor; so all memory counts of which nothing is known."""
+    return known is None or known.is_foreign(tensor, run)
+
+
 def _copy(tensor: Tensor) -> Tensor:
     """A clone; of what is expanded only what is stored is copied, and expanded again."""
-    if type(tensor) is not Tensor or tensor.layout != torch.strided or 0 not in tensor.stride():
+    is_strided = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_nested
+    if not is_strided or 0 not in tensor.stride():
         return tensor.clone()
     stored = tensor[tuple(slice(None) if one else slice(1) for one in tensor.stride())]
     return stored.clone().expand(tensor.shape)

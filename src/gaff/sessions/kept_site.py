@@ -285,7 +285,7 @@ class KeptSite:
             raise type(error)(f"{self.site}: {error}") from error
         except Exception as error:
             reduce = self._keeper.reduce
-            if isinstance(error, (RuntimeError, IndexError)) and is_pure(reduce) and not is_of_handler(error):
+            if is_pure(reduce) and not is_of_handler(error):
                 raise PlanError(f"{self.site}: {reduce!r} cannot be kept of this value: {error}") from error
             note(error, f"gaff: while keeping {self.site}")
             raise

@@ -27,7 +27,7 @@ from gaff.address.grammar import (
     parse,
     print_key,
 )
-from gaff.address.nested import describe, dig, iter_tensors
+from gaff.address.nested import Opaque, describe, dig, iter_tensors
 from gaff.address.resolve import Found
 from gaff.compat.placements import PARTS, Placement
 from gaff.errors import PlanError, SiteError
@@ -404,6 +404,9 @@ def _read(stream: ReadSite, kept: Any, rest: Key, parts: Mapping[Key, Placement]
             value = dig(value, rest)
         except KeyError as error:
             raise SiteError(f"{stream.site}: {error.args[0]}") from None
+        if type(value) is Opaque:
+            address = str(replace(stream.site, key=(*stream.site.key, *rest)))
+            raise SiteError(f"{address!r} was not captured with what it lies in: capture it by this address")
     value = value if stream.is_loose else own(value, is_shared=type(kept) is Kept)
     for key, tensor in iter_tensors(value) if parts else ():
         place = (*rest, *key)

@@ -216,7 +216,7 @@ class Take(nn.Module):
     def _keeper(self, reduce: Any) -> Keeper:
         """How the values of one request are kept: with their autograd graph where grad mode is on."""
         options = replace(self._plan.options, graph=torch.is_grad_enabled())
-        return Keeper(options, reduce or options.reduce)
+        return Keeper(options, reduce or options.reduce, is_apart=True)
 
     def _run(self, session: Session, early: EarlyStop, features: list[Feature], args: Any, kwargs: Any) -> None:
         """Call the model inside the session, until it ends or ``early`` ends it.
