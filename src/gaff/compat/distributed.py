@@ -394,8 +394,14 @@ def processes_of(model: Any) -> tuple[int, ...]:
 
 
 def places_of(model: Any) -> dict[str, str]:
-    """By name of a DTensor parameter which of its parts this process holds, as text that is equal for equal parts."""
-    found = {}
+    """By name of a DTensor parameter which of its parts this process holds, as text that is equal for equal parts.
+
+    So are the parameters which DistributedDataParallel was told to ignore: each process has its own.
+    """
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    found = {
+        name: f"rank {place()[0]}" for name, _ in model.named_parameters(remove_duplicate=False) if name in ignored
+    }
     for name, one in model.named_parameters(remove_duplicate=False):
         if is_spread(one):
             where = one.device_mesh.get_coordinate() or ()

@@ -22,6 +22,7 @@ _KILLED = "the process was killed (out of memory, a signal), or its record could
 _LOOK = "look at that process's own output and at the last rows of its flight recorder"
 _LEAST_STEPS = 8
 _LATE = 0.1  # of a step
+_OF_WHOLES = ("zero_gradient", "vanishing", "sparse_gradient", "never_updated", "update_small")
 
 Rows = dict[int, dict[str, float]]  # the stored numbers of a site by step and name
 Weights = dict[tuple[int, tuple[str, str]], tuple[float, float]]
@@ -31,20 +32,24 @@ def divergence(parts: Sequence[RankPart]) -> list[Finding]:
     """One finding for each model inside DistributedDataParallel whose weights differ between ranks at the same step.
 
     Means and spreads are compared bit for bit: replicas make the same steps from the same gradients. Each is compared
-    with the first of the ranks that it is a replica of. Certain.
+    with the first of the ranks that it is a replica of. Certain. Left out are weights that are alike again later, as
+    those that are averaged from time to time, and parameters that each process has for itself.
     """
     groups = {part.rank: _replicas(part) for part in parts}
     if len(parts) < 2 or not any(groups.values()):
         return []
     weights = {part.rank: _weights(part, set(groups[part.rank])) for part in parts}
-    found: dict[str, Finding] = {}
+    found: list[tuple[tuple[str, str], Finding]] = []
+    averaged: set[tuple[str, str]] = set()
     for part in parts[1:]:
+        differs: dict[tuple[str, str], Finding] = {}
         for (step, key), there in sorted(weights[part.rank].items(), key=lambda item: item[0][0]):
             against = next((rank for rank in groups[part.rank].get(key[0], ()) if rank in weights), part.rank)
             first = weights[against].get((step, key), there)
-            is_later = key[0] in found and found[key[0]].since <= step
-            if there != first and not any(math.isnan(one) for one in (*there, *first)) and not is_later:
-                found[key[0]] = Finding(
+            if there == first:
+                averaged |= differs.keys() & {key}
+            elif not any(math.isnan(one) for one in (*there, *first)) and key not in differs:
+                differs[key] = Finding(
                     rule="rank_divergence",
                     site=key[1],
                     model=key[0],
@@ -57,7 +62,9 @@ def divergence(parts: Sequence[RankPart]) -> list[Finding]:
                     last=step,
                     rank=part.rank,
                 )
-    return list(found.values())
+        found += differs.items()
+    lasting = sorted((one for key, one in found if key not in averaged), key=lambda one: one.since)
+    return list({one.model: one for one in reversed(lasting)}.values())
 
 
 def _replicas(part: RankPart) -> dict[str, list[int]]:
@@ -186,14 +193,42 @@ def _gone_first(parts: Sequence[RankPart], head: Mapping[str, Any]) -> Finding |
 def _weights(part: RankPart, models: set[str]) -> Weights:
     """Mean and standard deviation of each parameter of these models, by step and key: what replicas must have alike."""
     found: Weights = {}
+    places = _places(part)
     for at, (step, _) in enumerate(part.tables):
         table = part.table(at)
         if table is None or table.phase != "train" or table.layout.group != "parameters":
             continue
         for row, key in enumerate(table.layout.rows):
-            if key[0] in models and key[1].endswith(":param") and not math.isnan(table.columns["count"][row]):
+            is_own = (key[0], key[1].rpartition(":")[0]) in places
+            if (
+                key[0] in models
+                and not is_own
+                and key[1].endswith(":param")
+                and not math.isnan(table.columns["count"][row])
+            ):
                 found[step, key] = table.columns["mean"][row], table.columns["std"][row]
     return found
+
+
+def of_wholes(found: Sequence[Finding], parts: Sequence[RankPart]) -> list[Finding]:
+    """Findings without those that a process has of its part of a parameter, and others have not of theirs.
+
+    Meant are those of rules that speak of all elements or of their size: a part may be zero where the whole is not.
+    """
+    told: dict[tuple[str, str, str], set[int]] = {}
+    for one in found:
+        told.setdefault((one.rule, one.model, one.site), set()).add(one.rank)
+
+    def is_of_whole(one: Finding) -> bool:
+        key = (one.model, one.site)
+        place = one.model, one.site.rpartition(":")[0]
+        if one.rule not in _OF_WHOLES or not any(place in _places(part) for part in parts):
+            return True
+        holders = {part.rank for part in parts if any(row["count"] for row in _rows(part, key, "train").values())}
+        told_by = told[one.rule, one.model, one.site]
+        return holders <= told_by
+
+    return [one for one in found if is_of_whole(one)]
 
 
 def together(parts: Sequence[RankPart], key: tuple[str, str], stat: str, phase: str) -> tuple[list[int], list[float]]:
@@ -204,7 +239,7 @@ def together(parts: Sequence[RankPart], key: tuple[str, str], stat: str, phase: 
     if stat not in BY_NAME or not BY_NAME[stat].merge:
         known = ", ".join(one.name for one in STATISTICS if one.merge)
         raise RecordError(f"{stat!r} of several processes does not add up: expected one of {known}")
-    rows = _distinct(parts, key, phase)
+    rows = [_to_scale(one, part, key, phase) for part, one in _distinct(parts, key, phase)]
     steps = sorted(set.intersection(*(set(one) for one in rows))) if rows else []
     return steps, [merged([one[step] for one in rows], stat) for step in steps]
 
@@ -250,14 +285,14 @@ def _places(part: RankPart) -> dict[tuple[str, str], str]:
     }
 
 
-def _distinct(parts: Sequence[RankPart], key: tuple[str, str], phase: str) -> list[Rows]:
-    """The numbers of one process for each different part of what passes at a site.
+def _distinct(parts: Sequence[RankPart], key: tuple[str, str], phase: str) -> list[tuple[RankPart, Rows]]:
+    """A process, and the numbers that it tells, for each different part of what passes at a site.
 
     Of a parameter the place of its part tells, and replicas hold the same one. Of an activation every process sees the
     rows of its own examples; with tensor parallelism the processes of one group see the same rows. Where all of a group
     tell the same numbers they hold the same tensor, and one of them counts; parts of a tensor are refused.
     """
-    found: dict[str, Rows] = {}
+    found: dict[str, tuple[RankPart, Rows]] = {}
     for part in parts:
         rows = _rows(part, key, phase)
         told = next((one for _, one in part.events if one.get("kind") == "model" and one.get("name") == key[0]), {})
@@ -267,13 +302,22 @@ def _distinct(parts: Sequence[RankPart], key: tuple[str, str], phase: str) -> li
             place = str(places.get(path, ""))  # without one every process has the whole of it
         else:
             place = str(told.get("same_rows") or part.rank)
-            if not _is_one_tensor(found.get(place, rows), rows):
+            if place in found and not _is_one_tensor(found[place][1], rows):
                 raise RecordError(
                     f"{key[1]!r}: processes of tensor parallelism share rows, and each tells the numbers of a part of "
                     "it: expected one rank, such as rank=0"
                 )
-        found.setdefault(place, rows)
+        found.setdefault(place, (part, rows))
     return list(found.values())
+
+
+def _to_scale(rows: Rows, part: RankPart, key: tuple[str, str], phase: str) -> Rows:
+    """Numbers of updates counted by how many elements a process holds: of a large part it has told only a sample."""
+    path, _, port = key[1].rpartition(":")
+    if port != "update":
+        return rows
+    size = max((one["count"] for one in _rows(part, (key[0], f"{path}:param"), phase).values()), default=0.0)
+    return {step: {**one, "count": max(size, one["count"])} for step, one in rows.items()}
 
 
 def _is_one_tensor(one: Rows, other: Rows) -> bool:

@@ -27,7 +27,7 @@ from gaff.record.flight import Flight, read_left, read_ring
 from gaff.record.label_order import label_order
 from gaff.record.log import MAGIC, LogReader
 from gaff.record.part import RankPart
-from gaff.record.ranks import divergence, holds_parts, lost, scalar_together, slow, together
+from gaff.record.ranks import divergence, holds_parts, lost, of_wholes, scalar_together, slow, together
 from gaff.record.run_case import Evaluations, RunCase, SingleSteps, Unstepped
 from gaff.record.sample import acts
 from gaff.record.statistics import DERIVED, value_of
@@ -115,6 +115,7 @@ class Record:
         for part in self._parts:
             told = part.latest("findings") or {}
             found += [replace(Finding.from_dict(one), rank=part.rank) for one in told.get("findings", ())]
+        found = of_wholes(found, self._parts)
         return sorted(found, key=lambda one: (one.is_over, SEVERITIES.index(one.severity)))
 
     @property

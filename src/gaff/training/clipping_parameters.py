@@ -180,6 +180,11 @@ def _unit(parameter: Tensor, owner: nn.Module | None, name: str) -> Unit:
         return shape, tuple(range(parameter.dim()))
     if isinstance(owner, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
         groups = owner.groups
+        if groups > 1 and distributed.is_spread(parameter):
+            raise PlanError(
+                f"{name}: adaptive= clips unit by unit, and of a transposed convolution in groups that processes hold "
+                "in parts units lie across its parts: expected norm=, or this weight whole in each process"
+            )
         return (groups, shape[0] // groups, *shape[1:]), (1, *range(3, parameter.dim() + 1))
     if type(owner).__name__ == "Conv1D" and parameter.dim() == 2:
         return shape, (0,)

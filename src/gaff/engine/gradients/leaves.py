@@ -21,6 +21,7 @@ from gaff.engine.gradients.pending import BATCHED, NOT_REACHED, Gradients
 from gaff.engine.gradients.sharded import ShardedGradient
 from gaff.engine.gradients.tensor_hooks import on_gradient, take_turn
 from gaff.engine.streams import Stream
+from gaff.errors import PlanError
 
 SWAPPED = (
     "torch.utils.swap_tensors has put another tensor into this one (as conversions do with swap_module_params), and "
@@ -30,6 +31,13 @@ REPLACED = "the parameter was replaced by another tensor, or one stood in for it
 APART = (
     "the gradient comes in parts, by backward passes inside one another: of reentrant checkpoints, for which "
     "use_reentrant=False helps, or of autograd.grad in the backward of a custom Function"
+)
+_FROM_BEFORE = (
+    "FSDP2 holds gradients of backward passes before this session that it has not reduced yet "
+    "(set_requires_gradient_sync(False)), and reduces with the next one's: expected a session from the first of them on"
+)
+_PUT_OFF = (
+    "FSDP2 has put the reduction of this gradient off to a later backward pass (set_requires_gradient_sync(False))"
 )
 OFFLOADED_GRADIENT = "it lies on the meta device between calls (offloaded): its gradient goes to a copy that is dropped"
 
@@ -91,6 +99,8 @@ class LeafGradient:
         """
         if self._sharded is not None:
             if self not in self._sharded.listeners:
+                if self._sharded.is_put_off:
+                    raise PlanError(f"{self._sharded.name}:grad: {_FROM_BEFORE}")
                 self._sharded.listeners.append(self)
                 self._sharded.listeners.sort(key=lambda one: one.only_looks)  # the order is kept within each kind
             self._sharded.follow()
@@ -169,7 +179,10 @@ class LeafGradient:
             self._stream.absent(self._clock.latest, 0, NEEDS_NONE)
         elif not self._has_fired and self._gradients.has_backward:
             is_meta = self._tensor is not None and self._tensor.is_meta
-            self._stream.absent(self._clock.latest, 0, OFFLOADED_GRADIENT if is_meta else NOT_REACHED)
+            reason = OFFLOADED_GRADIENT if is_meta else NOT_REACHED
+            if self._sharded is not None and self._sharded.is_put_off:
+                reason = _PUT_OFF
+            self._stream.absent(self._clock.latest, 0, reason)
         self._tensor = None
         self._last = (-1, None)
 

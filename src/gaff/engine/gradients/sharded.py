@@ -67,6 +67,17 @@ class ShardedGradient:
             found = _BY_PARAMETER[record] = cls(record)
         return found
 
+    @property
+    def name(self) -> str:
+        """The parameter's name, as FSDP2 tells it once its model has run; for messages."""
+        return getattr(self._record, "_param_fqn", None) or "a parameter"
+
+    @property
+    def is_put_off(self) -> bool:
+        """Whether FSDP2 holds gradients of passes that it has not reduced yet, and reduces with the next one's."""
+        whole = getattr(self._record, "_unsharded_param", None)
+        return self._record.unsharded_accumulated_grad is not None or getattr(whole, "grad", None) is not None
+
     def follow(self) -> None:
         """Hook the shard and the gathered parameter that are there now, if they are other tensors than before.
 

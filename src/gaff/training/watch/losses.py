@@ -89,6 +89,7 @@ class Losses:
         self._ends: set[int] = set()  # numbers of the first nodes behind the losses of this step,
         self._ended: set[int] = set()  # and of those of the step before
         self._now: dict[str, tuple[Any, int]] = {}  # sum and number of this step's
+        self.partial: dict[str, int] = {}  # by loss of which each process has a summand: how many in this step
         self._latest: tuple[Any, ...] = (self, 0, 0, "", "")  # place, model and name of the last one
         self._past: dict[str, PastLosses] = {}
         self._scaled: list[tuple[ref[Tensor], ref[Tensor], Tensor, Any]] = []  # scaled, loss, its value, scaler
@@ -146,7 +147,10 @@ class Losses:
         if is_sampled:
             self._note_graph(tensor, named, name, scale)
         self._ends.update(first_numbers(tensor if named is None else named))
-        value = tensor.detach() if known is None else known[2]
+        value = distributed.known_here(tensor.detach() if known is None else known[2])
+        if value is None:  # it takes all processes to tell
+            self.partial[name] = self.partial.get(name, 0) + 1
+            return Noted(name, False, scale, None)
         total, count = self._now.get(name, (0.0, 0))
         if value.device.type != "cpu":
             self._now[name] = total + value.to(elements.wide_type(value)), count + 1
@@ -188,7 +192,7 @@ class Losses:
     @property
     def in_step(self) -> int:
         """Backward passes from losses in the step in progress."""
-        return sum(count for _, count in self._now.values())
+        return sum(count for _, count in self._now.values()) + sum(self.partial.values())
 
     def numbers(self) -> StepNumbers:
         """The losses, the learning rate and the factor of a GradScaler as they are now, for the row of this step."""
@@ -196,7 +200,7 @@ class Losses:
 
     def forget(self) -> None:
         """Begin a new step: the sums of this one are dropped, while names and past values stay."""
-        self._now = {}
+        self._now, self.partial = {}, dict.fromkeys(self.partial, 0)
         self._ended, self._ends = self._ends, set()
         self.unclipped = self._scaler = None
         self.facts.clear()

@@ -116,7 +116,8 @@ class Watcher:
         self._pulse(0.0)
         self._stop()
         self._outer.close()
-        notes = (*_notes(self._looks, self._calls, self._models, has_steps=has_steps), *self._flight.notes)
+        notes = (*_notes(self._looks, self._calls, self._models, has_steps=has_steps), *self._flight.notes,
+                 *map(_UNTOLD.format, self._losses.partial))  # fmt: skip
         made = {"steps": self.steps_made, "backwards": self._losses.count, "others": self._steps.optimizers.others}
         self.reporter.tell("made", self.step, **made, has_modules=self._models.has_wanted)
         self.reporter.close(self.step, self.pace, notes, error)
@@ -298,6 +299,9 @@ class Watcher:
                                  scale=self._losses.scale, **steps.facts(self.step, sampled.runs.strays))  # fmt: skip
             self.reporter.look(sampled, steps.parameters(sampled.modules_called), self._losses.values())
         return sampled
+
+
+_UNTOLD = "the loss {!r} is a sum over processes that is still due (Partial): nobody has its value, and no rule asks it"
 
 
 def _notes(looks: Looks, calls: ModelCalls, models: Models, *, has_steps: bool) -> list[str]:

@@ -1,0 +1,154 @@
+"""What one rank does in runs in which processes differ: importable, so that processes can be spawned with it."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import gaff
+
+
+def full(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def uneven_updates(rank, out):
+    """The true rms of each update of a weight of which one process holds two rows, the other a third, steeper one."""
+    torch.manual_seed(0)
+    model = nn.Linear(20_000, 3, bias=False)
+    fully_shard(model)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    slope = torch.tensor([1.0, 1.0, 20.0])
+    with gaff.watch(model, optimizer, out=out, every=1):
+        for step in range(3):
+            x = torch.randn(4, 20_000, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            (model(x) * slope).square().mean().mul(1e-4).backward()
+            before = full(model.weight)
+            optimizer.step()
+            found.append((full(model.weight) - before).square().mean().sqrt().item())
+    return found
+
+
+def half_of_the_rows(rank, out):
+    """Trains an embedding of which only the rows in the first process's part are ever asked for."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 40))
+    for unit in (*model, model):
+        fully_shard(unit)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    with gaff.watch(model, optimizer, out=out, every=1):
+        for step in range(30):
+            x = torch.randint(0, 18, (8, 6), generator=torch.Generator().manual_seed(2 * step + rank))
+            optimizer.zero_grad()
+            F.cross_entropy(model(x).flatten(0, 1), (x * 3 + 1).flatten() % 18).backward()
+            optimizer.step()
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inp, self.expert, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = F.gelu(self.inp(x))
+        return self.out(h + self.expert(h))
+
+
+def meant_to_differ(rank, kind, out):
+    """Norms of the gradients of the first step, by parameter: of an expert of each rank's own, or averaged weights."""
+    torch.manual_seed(0)
+    model = Experts()
+    if kind == "own expert":
+        torch.manual_seed(10 + rank)
+        model.expert.reset_parameters()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["expert.weight", "expert.bias"])
+    replica = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.05)
+    averager = PeriodicModelAverager(period=5, warmup_steps=0)
+    generator, norms = torch.Generator().manual_seed(rank), []
+    with gaff.watch(replica, optimizer, out=out, every=1):
+        for _ in range(18):
+            x = torch.randn(8, 6, generator=generator) * (1 + rank)
+            optimizer.zero_grad()
+            if kind == "own expert":
+                F.mse_loss(replica(x), x[:, :3]).backward()
+            else:
+                with replica.no_sync():
+                    F.mse_loss(replica(x), x[:, :3]).backward()
+            norms.append({name: one.grad.norm().item() for name, one in model.named_parameters()})
+            optimizer.step()
+            if kind == "averaged":
+                averager.average_parameters(replica.parameters())
+            elif kind == "one skips" and rank == 1:
+                with torch.no_grad():
+                    model.out.bias.add_(0.1)
+    return norms[0]
+
+
+def partial_loss(rank, out):
+    """Trains with a loss of which each process has a summand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(output_layouts=Shard(0), use_local_output=False)}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    optimizer, placed = torch.optim.SGD(model.parameters(), lr=0.01), []
+    with gaff.watch(model, optimizer, out=out, every=1):
+        for step in range(3):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            placed.append(any(one.is_partial() for one in loss.placements))
+            optimizer.step()
+    return placed
+
+
+def put_off(rank):
+    """What sessions say of gradients that FSDP2 has not reduced yet, and the gradient that training goes on with."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    for unit in (*model, model):
+        fully_shard(unit)
+    x, site, found = torch.randn(3, 4), "0.weight:grad", {}
+
+    def backward(*, is_reduced):
+        model.set_requires_gradient_sync(is_reduced)
+        model(x).square().sum().backward()
+
+    with gaff.capture(model, gaff.maybe(site)) as got:
+        backward(is_reduced=False)
+    found["put off"] = got[site], str(got.receipt)
+    for name, session in (
+        ("capture", lambda: gaff.capture(model, site)),
+        ("edit", lambda: gaff.edit(model, {site: gaff.edits.zero()})),
+    ):
+        try:
+            with session():
+                raise AssertionError("opened")
+        except gaff.PlanError as error:
+            found[name] = str(error)
+    backward(is_reduced=True)
+    found["both"] = full(model[0].weight.grad)
+    model.zero_grad()
+    backward(is_reduced=True)
+    found["one"] = full(model[0].weight.grad)
+    return found
+
+
+def spread_groups(rank):
+    """Adaptive clipping of a weight whose units lie across the parts."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ConvTranspose2d(6, 9, 3, groups=3))
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        gaff.clip_gradients(optimizer, model=model, adaptive=1e-3).__enter__()
+    except gaff.PlanError as error:
+        return str(error)
+    return "opened"

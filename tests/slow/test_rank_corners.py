@@ -1,0 +1,69 @@
+"""Runs in which processes differ as they are meant to, or hold parts: numbers of the whole, and no false findings."""
+
+import math
+
+import pytest
+import torch
+
+import gaff
+import rank_corners
+from ranks import of_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def test_updates_of_uneven_parts_count_by_their_size(tmp_path):
+    truth = of_ranks(rank_corners.uneven_updates, 2, tmp_path / "run")[0]
+    told = gaff.load(tmp_path / "run").series("weight:update", "rms", rank="all").values
+    assert told == pytest.approx(truth, rel=0.02)  # of the larger part every third element is told
+
+
+def test_a_part_without_a_gradient_is_no_weight_without_one(tmp_path):
+    of_ranks(rank_corners.half_of_the_rows, 2, tmp_path / "run")
+    run = gaff.load(tmp_path / "run")
+    assert run.series("0.weight:grad", "zeros", rank=1).values[-1] == 1.0
+    assert run.series("0.weight:grad", "zeros", rank="all").values[-1] == pytest.approx(0.55, abs=0.01)
+    assert [one.rule for one in run.findings] == []
+
+
+def test_parameters_of_each_rank_count_each_and_are_compared_with_none(tmp_path):
+    first = of_ranks(rank_corners.meant_to_differ, 2, "own expert", tmp_path / "run")
+    run = gaff.load(tmp_path / "run")
+    assert "rank_divergence" not in [one.rule for one in run.findings]
+    told = run.series("expert.weight:grad", "norm", rank="all").values[0]
+    assert told == pytest.approx(math.hypot(*(one["expert.weight"] for one in first)), rel=1e-4)
+    own = [norm for name, norm in first[1].items() if name.startswith("expert")]
+    assert run.scalar("grad_norm", rank="all").values[0] == pytest.approx(
+        math.hypot(*first[0].values(), *own), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(("kind", "found"), [("averaged", []), ("one skips", ["rank_divergence"])])
+def test_replicas_that_are_averaged_now_and_then_are_no_fault(tmp_path, kind, found):
+    of_ranks(rank_corners.meant_to_differ, 2, kind, tmp_path / "run")
+    rules = [one.rule for one in gaff.load(tmp_path / "run").findings]
+    assert [one for one in rules if one == "rank_divergence"] == found
+
+
+def test_a_loss_of_which_each_process_has_a_summand_is_told_by_nobody(tmp_path):
+    placed = of_ranks(rank_corners.partial_loss, 2, tmp_path / "run")
+    assert all(map(all, placed))
+    run = gaff.load(tmp_path / "run")
+    assert "loss" not in run.scalars
+    assert any("the loss 'loss' is a sum over processes that is still due (Partial)" in note for note in run.notes)
+
+
+def test_gradients_that_fsdp2_has_not_reduced_yet():
+    for found in of_ranks(rank_corners.put_off, 2):
+        value, receipt = found["put off"]
+        assert value is None
+        assert "has put the reduction of this gradient off" in receipt
+        for kind in ("capture", "edit"):
+            assert "0.weight:grad: FSDP2 holds gradients of backward passes before this session" in found[kind]
+        torch.testing.assert_close(found["both"], 2 * found["one"])
+
+
+def test_units_across_parts_are_refused_before_anything_is_clipped():
+    for told in of_ranks(rank_corners.spread_groups, 2):
+        assert "1.weight" in told
+        assert "units lie across its parts" in told
