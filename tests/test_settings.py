@@ -270,3 +270,47 @@ def test_the_page_of_limits_holds_the_table():
 def test_every_cell_is_of_a_row_and_a_column():
     assert {asked for asked, _ in settings.CELLS} <= set(settings.ASKED)
     assert {where for _, where in settings.CELLS} <= set(settings.SETTINGS)
+
+
+def _penalty(model, call, x):
+    """The gradient of the first weight of a loss that holds a gradient (Gulrajani et al. 2017)."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    return model[0].weight.grad.clone()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [gaff.edits.scale(1.0), gaff.edits.scale(2.0), gaff.edits.clamp(-0.1, 0.1), gaff.edits.project(torch.ones(8))],
+    ids=str,
+)
+def test_an_edited_gradient_in_graphs_has_a_second_derivative(edit):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(3, 4)
+    with gaff.edit(model, {"1:grad_output": edit}):
+        truth = _penalty(model, model, x)
+    compiled = torch.compile(model, backend="eager")
+    with gaff.edit(compiled, {"1:grad_output": edit}):
+        assert torch.equal(_penalty(model, compiled, x), truth)
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(not traces_gradient_hooks(), reason="torch 2.13 has the setting")
+def test_backward_passes_that_become_part_of_graphs_run_eagerly():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(3, 4)
+
+    def step(x):
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+        with gaff.capture(model, "0.weight:grad") as got:
+            compiled(x)
+    assert torch.equal(got["0.weight:grad"], model[0].weight.grad)
+    assert "backward passes become part of graphs" in str(got.receipt)
+    torch._dynamo.reset()

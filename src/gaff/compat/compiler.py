@@ -118,6 +118,11 @@ def without_donated_buffers() -> Iterator[None]:
         config.donated_buffer = before
 
 
+def traces_backward() -> bool:
+    """Whether backward passes that are called in compiled code become part of its graph (torch 2.13)."""
+    return bool(getattr(sys.modules.get("torch._dynamo.config"), "trace_autograd_ops", False))
+
+
 def has_compiled_autograd() -> bool:
     """Whether backward passes are compiled as a whole at this moment (compiled autograd)."""
     known = sys.modules.get("torch._dynamo.compiled_autograd")

@@ -196,9 +196,9 @@ class TracedGradientEdit(TracedEdit):
                 if self.is_over:
                     return gradient
                 self.done.add(int(ticket))
-            old = gradient.detach()
-            new, wrong = self._mix(old)
-            torch.ops.gaff.arrive([old, new], ticket, place, sign_of_edge(1 if wrong == _WROTE else 2 if wrong else 0))
+            new, wrong = self._mix(gradient)  # with its graph, for a second derivative
+            sign = sign_of_edge(1 if wrong == _WROTE else 2 if wrong else 0)
+            torch.ops.gaff.arrive([gradient.detach(), new.detach()], ticket, place, sign)
             return new
 
         tensor.register_hook(arrived)

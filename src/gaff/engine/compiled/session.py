@@ -51,6 +51,8 @@ def why_not(taps: Sequence[Any]) -> str:
         return f"torch {torch.__version__} knows no gradient hooks in graphs, 2.13 does"
     if compiler.has_compiled_autograd():
         return "backward passes are compiled as a whole (compiled autograd)"
+    if compiler.traces_backward():
+        return "backward passes become part of graphs (torch._dynamo.config.trace_autograd_ops)"
     if compiler.stance() != "default":
         return f"its stance is {compiler.stance()!r}"
     for tap in taps:
