@@ -47,14 +47,9 @@ def why_not(taps: Sequence[Any]) -> str:
 
     What a graph can tell are values at modules, gradients of outputs, parameters and buffers and their gradients.
     """
-    if not compiler.traces_gradient_hooks():
-        return f"torch {torch.__version__} knows no gradient hooks in graphs, 2.13 does"
-    if compiler.has_compiled_autograd():
-        return "backward passes are compiled as a whole (compiled autograd)"
-    if compiler.traces_backward():
-        return "backward passes become part of graphs (torch._dynamo.config.trace_autograd_ops)"
-    if compiler.stance() != "default":
-        return f"its stance is {compiler.stance()!r}"
+    reason = _why_not_now()
+    if reason:
+        return reason
     for tap in taps:
         if isinstance(tap, CallTap):
             continue
@@ -69,6 +64,19 @@ def why_not(taps: Sequence[Any]) -> str:
             reason = "" if site.port in _SEEN else f"{site}: {_WHY_UNSEEN.get(site.port, _ONLY_OUTPUTS)}"
         if reason:
             return reason
+    return ""
+
+
+def _why_not_now() -> str:
+    """Why nothing can be in compiled code as this process compiles now; empty if it can."""
+    if not compiler.traces_gradient_hooks():
+        return f"torch {torch.__version__} knows no gradient hooks in graphs, 2.13 does"
+    if compiler.has_compiled_autograd():
+        return "backward passes are compiled as a whole (compiled autograd)"
+    if compiler.traces_backward():
+        return "backward passes become part of graphs (torch._dynamo.config.trace_autograd_ops)"
+    if compiler.stance() != "default":
+        return f"its stance is {compiler.stance()!r}"
     return ""
 
 
