@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 40_800
-MOST_OF_CORE = 14_490
+MOST_LINES = 40_880
+MOST_OF_CORE = 14_570
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

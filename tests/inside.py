@@ -78,6 +78,7 @@ COMPILED = {
     "test_gaff_is_right_or_says_why_not[gradients.gradient_of_a_view_that_is_written_to]": VIEWS,
     "test_gaff_is_right_or_says_why_not[traceless.model_is_as_before]": "compiling leaves an attribute of torch's own",
     "test_an_edit_that_fails_inside_is_told_when_the_run_ends": HANDLED,
+    "test_tensors_in_attributes_beside_are_told": "compiled code tells what a class says that it holds, nothing beside",
     "test_a_capture_or_a_feature_that_fails_inside_is_told": HANDLED,
     "test_function_modes.py::test_what_is_kept_is_what_passed": "torch compiles no function mode of others",
     "test_kept_values_have_no_tangent": "torch compiles no forward-mode AD",

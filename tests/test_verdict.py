@@ -251,3 +251,63 @@ def test_data_in_the_order_of_its_labels_is_told_from_batches_that_hold_few_by_d
     assert label_order(looks_at(few)) is None
     case = RunCase((), 200, 50, {"loss": curve(falling())}, order=label_order(looks_at(ordered)))
     assert judge(case).cause == "the data comes in the order of its labels"
+
+
+def test_a_model_that_was_pruned_does_not_overfit():
+    """Both losses jump after the best evaluation, and come down again together."""
+    loss = [*(1.0 * 0.96**step for step in range(80)), *(1.65 * 0.995**step for step in range(100))]
+    heard = Evaluations({"cross_entropy": [(20, 0.45), (75, 0.17), (100, 1.6), (140, 1.4), (175, 1.1)]})
+    assert "overfits" not in judge(RunCase((), 180, 50, {"loss": curve(loss)}, evaluated=heard)).cause
+
+
+def test_one_hard_batch_is_no_step_that_was_too_large():
+    """With squared errors of outliers a batch can cost a hundred times what the first one did."""
+    loss = [1.5 if step else 1.2 for step in range(250)]
+    loss[15] = 465.0
+    assert judge(RunCase((), 250, 50, {"loss": curve(loss)})).state == "healthy"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_last_bias_at_the_mean_of_the_targets_is_no_imbalance(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(256, 6)
+    years = 1990 + 5 * (x @ torch.randn(6))
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
+    nn.init.constant_(model[2].bias, years.mean().item())
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    with gaff.watch(model, optimizer, out=tmp_path / "run") as watch:
+        for _ in range(30):
+            optimizer.zero_grad()
+            F.mse_loss(model(x).squeeze(1), years).backward()
+            optimizer.step()
+    assert "init_imbalance" not in [one.rule for one in watch.findings]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_updates_of_narrow_weights_are_not_rounded_to_their_type(tmp_path, dtype):
+    torch.manual_seed(0)
+    model = nn.Linear(20, 30, bias=False).to(dtype)
+    nn.init.constant_(model.weight, 0.0101)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        (model(torch.rand(64, 20).to(dtype)).float() - 20).square().mean().backward()
+        before = model.weight.detach().double()
+        optimizer.step()
+        update = model.weight.detach().double() - before
+    run = gaff.load(tmp_path / "run")
+    for name, true in (("max", update.max()), ("mean", update.mean()), ("rms", update.square().mean().sqrt())):
+        assert run.series("weight:update", name).values[0] == pytest.approx(true.item(), rel=1e-6)
+
+
+def test_targets_that_are_all_alike_tell_nothing_of_guessing(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 1), torch.randn(64, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(30):
+            optimizer.zero_grad()
+            F.binary_cross_entropy_with_logits(model(x), torch.ones(64, 1)).backward()
+            optimizer.step()
+    told = str(gaff.load(tmp_path / "run").verdict)
+    assert "healthy" in told
+    assert "guessing" not in told

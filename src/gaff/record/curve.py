@@ -66,6 +66,11 @@ class Curve:
         third = len(self.values) // 3
         return third > 0 and self.values[-1 - third] - self.last > 2 * abs(self.first - self.values[third])
 
+    @property
+    def is_falling(self) -> bool:
+        """Whether its last quarter has lowered it by a quarter and more."""
+        return self.last < 0.75 * self.values[-1 - len(self.values) // 4]
+
     def at(self, step: int) -> float:
         """The median of the stretch that a step lies in; the first one's before it."""
         return self.values[max(0, bisect_right(self.steps, step) - 1)]

@@ -115,8 +115,7 @@ class Record:
         for part in self._parts:
             told = part.latest("findings") or {}
             found += [replace(Finding.from_dict(one), rank=part.rank) for one in told.get("findings", ())]
-        found = of_wholes(found, self._parts)
-        return sorted(found, key=lambda one: (one.is_over, SEVERITIES.index(one.severity)))
+        return sorted(of_wholes(found, self._parts), key=lambda one: (one.is_over, SEVERITIES.index(one.severity)))
 
     @property
     def verdict(self) -> Verdict:

@@ -32,7 +32,8 @@ def nothing_learned(case: RunCase) -> Claim | None:
         return None
     told = f"the loss {name!r} is {curve.last:.4g} at the end and was {curve.first:.4g} at the beginning; guessing " \
            f"gives {guess:.4g}; activations, gradients and updates are as they should be"  # fmt: skip
-    text = "the loss stays at the level of guessing, while activations, gradients and updates look normal: labels " \
+    how = "has just come down to" if curve.is_falling else "stays at"
+    text = f"the loss {how} the level of guessing, while activations, gradients and updates look normal: labels " \
            "may not belong to their inputs, or steps are too small"  # fmt: skip
     return Claim("labels_do_not_belong", "possible", text, (told,), 0,
                  "compare a few inputs with their labels as they reach the loss, after loading and shuffling; gaff try "

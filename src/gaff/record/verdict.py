@@ -135,7 +135,8 @@ def _of_evaluations(case: RunCase, curve: Any) -> str:
         told = f"; the loss of evaluations, {function}, went from {pairs[0][1]:.4g} to {pairs[-1][1]:.4g}"
         late = [value for step, value in pairs if step > at][-2:]
         if len(late) == 2 and min(late) > 1.1 * least > 0:
-            is_learning = len(case.losses) == 1 and curve.last < 0.9 * curve.at(at)
+            until = min(value for step, value in zip(curve.steps, curve.values, strict=True) if step <= at)
+            is_learning = len(case.losses) == 1 and curve.last < 0.9 * until
             told += f", and was lowest at step {at} ({least:.4g}){': since then it overfits' if is_learning else ''}"
         return told
     return ""

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
+from operator import is_
 from types import MappingProxyType
 from typing import Any
 
@@ -176,18 +177,28 @@ def _class_of(name: str) -> Any:
 
 def _make(kind: Any, named: dict[Any, Any]) -> Any:
     """An object of the class, or a dict where that cannot be made of its parts."""
-    if isinstance(kind, type) and hasattr(kind, "_make"):
-        return kind._make(named.values())
-    if isinstance(kind, type) and issubclass(kind, Mapping):
-        try:
-            return kind(**named)
-        except TypeError:
-            return named
-    if isinstance(kind, type) and is_dataclass(kind):
+    if not isinstance(kind, type):
+        return named
+    try:
+        made = _made(kind, named)
+    except TypeError:
+        return named
+    held = [part for _, part in children(made) or ()]
+    return made if len(held) == len(named) and all(map(is_, held, named.values())) else named
+
+
+def _made(kind: type, named: dict[Any, Any]) -> Any:
+    """An object of the class, which may hold other things than the parts, if its constructor makes something of them.
+
+    That is called for mappings and lists alone. Raises TypeError where it wants other arguments.
+    """
+    if issubclass(kind, Mapping):
+        return kind(**named)
+    if is_dataclass(kind):
         made = object.__new__(kind)
         for field in fields(kind):
             object.__setattr__(made, field.name, named.get(field.name))
         return made
-    if isinstance(kind, type) and issubclass(kind, (tuple, list)):
-        return kind(named.values())
-    return named
+    if issubclass(kind, tuple) and kind.__module__ != "torch.return_types":
+        return tuple.__new__(kind, named.values())
+    return kind(named.values()) if issubclass(kind, (tuple, list)) else named

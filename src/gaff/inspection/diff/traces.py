@@ -49,7 +49,7 @@ def part_traces(
         for pair in reversed(pairs):
             one, other = a.rows[pair.a], b.rows[pair.b]
             allowed = allowance(tolerance, drift, one, other)
-            left = largest / drift.steps
+            left = largest / drift.steps if drift.calls else 0.0  # where all bits were the same nothing has cancelled
             sites, gradients = (one.site, other.site), (one.grad_output, other.grad_output)
             found = _backward(sites, gradients, "backward", pair.how, allowed, max(least, left))
             drift = drift.after(found, one, other)
@@ -478,7 +478,7 @@ def _parameters(
         sites = tuple(row.site.removesuffix(":param") + ":grad" for row in (one, other))
         allowed = allowance(tolerance, drift, one, other)
         largest, came = reach.get(parse_site(one.site).path.rpartition(".")[0], (whole, 0.0))
-        left = largest / drift.steps
+        left = largest / drift.steps if drift.calls else 0.0
         left = max(least, left, _middle([one.grad, other.grad]) * left / came if came else 0.0)
         rows += _backward((sites[0], sites[1]), (one.grad, other.grad), "parameter", pair.how, allowed, left)
     return rows

@@ -286,7 +286,10 @@ def input_scale(sample: Sample, past: Past) -> Iterator[Hit]:
     hides=("update_small",),
 )
 def init_imbalance(sample: Sample, past: Past) -> Iterator[Hit]:
-    """At the first look, what some layer returns is 1e3 times larger or smaller than what the first one returns."""
+    """At the first look, what some layer returns is 1e3 times larger or smaller than what the first one returns.
+
+    Of one whose bias is most of what it returns the spread counts: last layers may begin at their targets' mean.
+    """
     if past.looks > 1 or sample.step > 1:
         return
     scales: dict[str, float] = {}
@@ -294,9 +297,12 @@ def init_imbalance(sample: Sample, past: Past) -> Iterator[Hit]:
         known = sample.parameters.get((key[0], f"{key[1]}.weight:param"))
         if known is None or known.kind != "weight" or not row.count or not row.rms:
             continue
-        first = scales.setdefault(key[0], row.rms)
-        if not 1e-3 < row.rms / first < 1e3:
-            yield Hit(key, rms=row.rms, first_rms=first)
+        bias = sample.of((key[0], f"{key[1]}.bias:param"), "param")
+        is_moved = bias is not None and bias.count and bias.rms > 0.5 * row.rms  # by a bias at the targets' mean
+        scale = row.std if is_moved else row.rms
+        first = scales.setdefault(key[0], scale)
+        if first and scale and not 1e-3 < scale / first < 1e3:
+            yield Hit(key, rms=scale, first_rms=first)
             return
 
 
@@ -351,7 +357,7 @@ def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
         start, now = statistics.median(first), statistics.median(recent)
         least = sorted(recent)[len(recent) // 4]
         grew = start > 0 and now > 2 * start and now > start + 0.05 and least > max(first[:5])
-        fell = now < 0 and now < -100 * max(abs(start), 0.1)
+        fell = now < 0 and now < -100 * max(abs(start), 1.0)
         if grew or fell:
             yield Hit(("", ""), f"the loss {name!r} went from {start:.4g} to {now:.4g}", first=start, now=now)
 

@@ -86,8 +86,8 @@ class Losses:
         self.facts: dict[str, Any] = {}
         self.steep: list[UnsafeOp] = []  # ops just behind the losses of a sampled step that may have an infinite slope
         self.count = 0  # backward passes from losses, in the whole run
-        self._ends: set[int] = set()  # numbers of the first nodes behind the losses of this step,
-        self._ended: set[int] = set()  # and of those of the step before
+        # numbers of the first nodes behind the losses of the step before, and of this one
+        self._ends: tuple[set[int], set[int]] = (set(), set())
         self._now: dict[str, tuple[Any, int]] = {}  # sum and number of this step's
         self.partial: dict[str, int] = {}  # by loss of which each process has a summand: how many in this step
         self._latest: tuple[Any, ...] = (self, 0, 0, "", "")  # place, model and name of the last one
@@ -146,7 +146,7 @@ class Losses:
         scale = 1.0 if known is None else self.scale
         if is_sampled:
             self._note_graph(tensor, named, name, scale)
-        self._ends.update(first_numbers(tensor if named is None else named))
+        self._ends[1].update(first_numbers(tensor if named is None else named))
         value = distributed.known_here(tensor.detach() if known is None else known[2])
         if value is None:  # it takes all processes to tell
             self.partial[name] = self.partial.get(name, 0) + 1
@@ -176,7 +176,7 @@ class Losses:
         if self.count <= _EARLY:
             mixed = wrong_axis(tensor)
             found |= {"mixing": mixed} if mixed else {}
-        if self._ended and reaches(tensor if named is None else named, self._ended):
+        if self._ends[0] and reaches(tensor if named is None else named, self._ends[0]):
             found["holds"] = name
         self.facts.update(found)
 
@@ -201,7 +201,7 @@ class Losses:
     def forget(self) -> None:
         """Begin a new step: the sums of this one are dropped, while names and past values stay."""
         self._now, self.partial = {}, dict.fromkeys(self.partial, 0)
-        self._ended, self._ends = self._ends, set()
+        self._ends = self._ends[1], set()
         self.unclipped = self._scaler = None
         self.facts.clear()
         self.steep = []

@@ -143,7 +143,7 @@ class Update:
                 if now is not None and one.before is not None:
                     same.append((one, now, one.before))
             if same:
-                changes = torch._foreach_sub([now for _, now, _ in same], [before for *_, before in same])
+                changes = torch._foreach_sub([_wide(now) for _, now, _ in same], [_wide(one) for *_, one in same])
                 self._observe("update", [(one, change) for (one, *_), change in zip(same, changes, strict=True)])
                 befores = _copies([before[:_LEAST] for *_, before in same])
                 few = _copies([change[:_LEAST] for change in changes])
@@ -311,6 +311,11 @@ def _like(value: Tensor | None, before: Tensor | None) -> Tensor | None:
         return None
     now = some_of(value)
     return now if now.shape == before.shape else None
+
+
+def _wide(value: Tensor) -> Tensor:
+    """A tensor in a type in which differences of its elements are not rounded to its own few digits."""
+    return value.float() if value.is_floating_point() and value.element_size() < 4 else value
 
 
 def _copies(several: Sequence[Tensor]) -> list[Tensor]:
