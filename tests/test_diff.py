@@ -830,3 +830,25 @@ def test_what_was_put_in_between_is_found_whichever_of_the_two_has_it():
     traces = gaff.trace(longer, x), gaff.trace(shorter, x)
     assert not gaff.diff(*traces)
     assert not gaff.diff(*reversed(traces))
+
+
+def test_a_small_gradient_that_is_halved_is_no_rounding():
+    """A branch with a tiny scale; the other model loses half of the gradient in it, and the forward has the same bits."""
+
+    class Small(nn.Module):
+        def __init__(self, *, is_halved):
+            super().__init__()
+            self.branch, self.head = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))), nn.Linear(16, 4)
+            self.is_halved = is_halved
+
+        def forward(self, x):
+            h = self.branch(x)
+            return self.head(x + 1e-7 * (h.detach() * 0.5 + h * 0.5 if self.is_halved else h))
+
+    torch.manual_seed(0)
+    a, b, x = Small(is_halved=False), Small(is_halved=True), torch.randn(8, 16)
+    b.load_state_dict(a.state_dict())
+    traces = [gaff.trace(model, x, backward=lambda y: y.square().mean()) for model in (a, b)]
+    found = gaff.diff(*traces)
+    assert found
+    assert "branch" in str(found.verdict)

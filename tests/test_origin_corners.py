@@ -503,3 +503,42 @@ def test_a_generator_is_no_step():
 
     with pytest.raises(PlanError, match="nothing of it has run; expected a function"):
         gaff.find_nonfinite(step, model=model)
+
+
+def _powers():
+    exponent = torch.tensor([0.0, 0.5, 2.0])
+    base, mask = torch.tensor([-1.0, 2.0, 3.0]), torch.tensor([False, False, True])
+    scores = torch.tensor([85.0, 1.0, 2.0], requires_grad=True)
+    learned = torch.tensor([2.0, 0.0, 3.0], requires_grad=True)
+    below = torch.tensor([0.0, 1.0, 4.0], requires_grad=True)
+
+    def masked():
+        weights = scores.masked_fill(mask, -math.inf).exp()
+        ((weights - weights.detach()) * 1e3).sum().backward()
+
+    def attention(mask):
+        q = torch.full((1, 1, 3, 8), 1e25)
+        return lambda: F.scaled_dot_product_attention(q, q, q / 1e25, attn_mask=mask)
+
+    closed = torch.tensor([[True, True, True], [True, True, True], [False, False, False]])
+    as_numbers = torch.zeros(3, 3).masked_fill(~closed, -math.inf)
+    return {
+        "a number to a power": (lambda: 0.5 ** torch.tensor([-200.0, 1.0]), "overflow: pow gives"),
+        "a negative number to a power": (lambda: (-2.0) ** exponent, "a negative number, down to -2"),
+        "zero to a negative power": (lambda: 0.0**-exponent, "0 to the power of a negative number, for 2 of 3"),
+        "a learned power": (
+            lambda: base.pow(learned).sum().backward(),
+            "the logarithm of the base, which goes down to",
+        ),
+        "exp behind a mask": (masked, "more than float32 holds"),
+        "one over": (lambda: torch.where(below > 0, 1 / below, 0.0).sum().backward(), "where the divisor is 0"),
+        "attention": (attention(closed), "overflow inside scaled_dot_product_attention"),
+        "attention, additive": (attention(as_numbers), "overflow inside scaled_dot_product_attention"),
+    }
+
+
+@pytest.mark.parametrize("name", _powers())
+def test_the_cause_is_the_one_that_is_there(name):
+    step, cause = _powers()[name]
+    found = gaff.find_nonfinite(step, model=None)
+    assert cause in found.cause, found

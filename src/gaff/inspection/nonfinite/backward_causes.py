@@ -56,11 +56,17 @@ def backward_cause(op: str, node: str, given: Sequence[Range], came: Range, hand
     too large itself above half the fourth root of what its type holds, which is chosen.
     """
     steep = STEEP.get(op.strip("_"), "")
-    met = _met(op.strip("_"), given)
+    met = _met(op.strip("_"), node, given)
     zeros = sum(one.zeros for one in met)
     infinite = [one for one in given if not one.is_finite]
-    if infinite:
+    is_masked = op.strip("_") in ("exp", "exp2") and not any(one.nan or one.positive_inf for one in given)
+    if infinite and not is_masked:  # of -inf both exp and its derivative are 0
         return f"{node} meets {infinite[0].kinds} that went into {op}: 0 * inf, or inf - inf, in its derivative"
+    if op.strip("_") == "pow" and len(given) > 1 and handed.nan and (given[0].min or 0.0) < 0:
+        return (
+            f"the derivative of a power by its exponent holds the logarithm of the base, which goes down to "
+            f"{given[0].min:.4g}: clamp the base above 0"
+        )
     if steep and (zeros or _is_at_edge(op.strip("_"), given)):
         where = f" ({zeros} of {sum(one.elements for one in met)} elements are 0)" if zeros else ""
         if came.zeros == came.elements or (handed.nan and came.zeros):
@@ -83,8 +89,15 @@ def backward_cause(op: str, node: str, given: Sequence[Range], came: Range, hand
     return f"{node} made {handed.kinds} of finite gradients up to {came.largest:.4g}"
 
 
-def _met(op: str, given: Sequence[Range]) -> Sequence[Range]:
-    """The inputs of an op whose zeros make its derivative infinite: of a quotient of two tensors the divisor."""
+def _met(op: str, node: str, given: Sequence[Range]) -> Sequence[Range]:
+    """The inputs of an op whose zeros make its derivative infinite: of a quotient the divisor, of a power the base.
+
+    A number divided by a tensor is made of the tensor's reciprocal.
+    """
+    if op == "div" and node.startswith("Reciprocal"):
+        return given
+    if op in ("pow", "float_power"):
+        return given[:1]
     if op in ("div", "xlogy"):
         return given[1:]
     return () if op in _EDGES else given

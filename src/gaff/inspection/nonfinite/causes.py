@@ -65,19 +65,27 @@ def _sqrt(case: Case) -> str:
 
 
 def _pow(case: Case) -> str:
-    """Powers: 0 to a negative one, and negative numbers to one that is no integer."""
+    """Powers: 0 to a negative one, and negative numbers to one that is no integer.
+
+    A number to the power of a tensor is run as the tensor's ``__rpow__``: there the first argument is the exponent.
+    """
     base, exponent, x = case.argument(0, "input"), case.argument(1, "exponent"), case.first
-    if not isinstance(base, Tensor) or exponent is None or x is None or x.min is None:
+    if exponent is None or x is None or x.min is None:
         return ""
-    if isinstance(exponent, Tensor):
-        zeros = 0 if case.op.endswith("_") else _count(base, lambda value: (value == 0) & (exponent < 0))
-        is_root = not case.op.endswith("_") and bool(((base < 0) & (exponent != exponent.round())).any())
-        exponent = "a negative number" if zeros else "a fraction"
-    else:
-        zeros, is_root = x.zeros if exponent < 0 else 0, x.min < 0 and float(exponent) != int(exponent)
+    is_number = not isinstance(exponent, Tensor)
+    zeros, lowest, is_root = x.zeros if is_number and exponent < 0 else 0, x.min, False
+    if getattr(case.func, "__name__", "") == "__rpow__":
+        base, exponent, is_number, zeros, lowest = exponent, base, False, 0, float(exponent)
+    if is_number:
+        is_root = lowest < 0 and float(exponent) != int(exponent)
+    elif not case.op.endswith("_"):
+        base = torch.as_tensor(base, device=exponent.device)
+        zeros = int(((base == 0) & (exponent < 0)).sum())
+        is_root = bool(((base < 0) & (exponent != exponent.round())).any())
+    named = exponent if is_number else "a negative number" if zeros else "a fraction"
     if zeros:
-        return f"division by zero: 0 to the power of {exponent}, for {zeros} of {x.elements} elements"
-    return f"a negative number, down to {x.min:.4g}, to the power of {exponent}: clamp the base at 0" if is_root else ""
+        return f"division by zero: 0 to the power of {named}, for {zeros} of {case.output.elements} elements"
+    return f"a negative number, down to {lowest:.4g}, to the power of {named}: clamp the base at 0" if is_root else ""
 
 
 def _div(case: Case) -> str:
@@ -126,9 +134,10 @@ def _attention(case: Case) -> str:
     if not isinstance(mask, Tensor):
         return ""
     closed = ~mask if mask.dtype == torch.bool else mask == -math.inf
-    masked = int(closed.all(-1).sum())
-    if masked:
-        return f"a fully masked row: {masked} of {closed.all(-1).numel()} rows of attn_mask leave nothing to attend to"
+    rows = closed.all(-1)
+    masked = int(rows.sum())
+    if masked and case.output.nan * rows.numel() <= masked * case.output.elements:  # and not others, too
+        return f"a fully masked row: {masked} of {rows.numel()} rows of attn_mask leave nothing to attend to"
     return ""
 
 
@@ -308,7 +317,8 @@ def _uninitialised(case: Case) -> str:
 def _infinities(case: Case) -> str:
     """Infinite values that were meant and met another, or a zero: the result is a NaN that nobody meant."""
     bad = [one for one in case.ranges if not one.is_finite]
-    if not bad:
+    is_mask = case.op == "scaled_dot_product_attention" and not any(one.nan or one.positive_inf for one in bad)
+    if not bad or is_mask:  # -inf is how a mask says no
         return ""
     op, known = case.op.strip("_"), f"an infinite value that was put in on purpose ({bad[0].kinds} in {bad[0].name})"
     if op in _PRODUCTS:

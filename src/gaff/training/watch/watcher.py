@@ -116,11 +116,10 @@ class Watcher:
         self._pulse(0.0)
         self._stop()
         self._outer.close()
-        notes = (*_notes(self._looks, self._calls, self._models, has_steps=has_steps), *self._flight.notes,
-                 *map(_UNTOLD.format, self._losses.partial))  # fmt: skip
+        notes = _notes(self._looks, self._calls, self._models, self._losses.partial, has_steps=has_steps)
         made = {"steps": self.steps_made, "backwards": self._losses.count, "others": self._steps.optimizers.others}
         self.reporter.tell("made", self.step, **made, has_modules=self._models.has_wanted)
-        self.reporter.close(self.step, self.pace, notes, error)
+        self.reporter.close(self.step, self.pace, (*notes, *self._flight.notes), error)
         self._flight.close()
 
     @property
@@ -304,12 +303,14 @@ class Watcher:
 _UNTOLD = "the loss {!r} is a sum over processes that is still due (Partial): nobody has its value, and no rule asks it"
 
 
-def _notes(looks: Looks, calls: ModelCalls, models: Models, *, has_steps: bool) -> list[str]:
+def _notes(
+    looks: Looks, calls: ModelCalls, models: Models, partial_losses: Iterable[str], *, has_steps: bool
+) -> list[str]:
     """What was not looked at, and why, as lines for the end of the record; asked once, when the run is over.
 
     A reader must be able to tell a layer without numbers that was healthy from one that nobody could see.
     """
-    told = list(models.missed)
+    told = [*models.missed, *map(_UNTOLD.format, partial_losses)]
     if looks.is_endless:
         told.append("no optimizer's step came for long: the first runs were looked at, then no more")
     elif not has_steps:
