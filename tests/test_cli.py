@@ -927,3 +927,74 @@ def test_an_error_of_a_model_tells_the_module_and_the_users_line(capsys, tmp_pat
     )
     assert main(["apply", f"{tmp_path}/conv.py", f"{tmp_path}/conv.py:N", "randn:1x3x8x8"]) == 1
     assert f"plan '{tmp_path}/conv.py' cannot be read" in capsys.readouterr().err
+
+
+SCRIPTS_OF_NAN = {
+    "a loss that overflows before its gradients": (
+        "net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.5)\n"
+        "x = torch.randn(64, 8) * 10\n"
+        "for step in range(6):\n"
+        "    optimizer.zero_grad()\n"
+        "    nn.functional.mse_loss(net(x), x.sum(1, keepdim=True)).backward()\n"
+        "    optimizer.step()\n",
+        "inf made by (step)/mse_loss#2",
+        "overflow: mse_loss gives",
+    ),
+    "a loss inside a closure": (
+        "net = nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.LBFGS(net.parameters(), lr=20.0)\n"
+        "x = torch.rand(32, 4)\n"
+        "with torch.no_grad():\n"
+        "    net.weight.fill_(1.0)\n"
+        "    net.bias.fill_(0.5)\n"
+        "def closure():\n"
+        "    optimizer.zero_grad()\n"
+        "    loss = (torch.log(net(x) + 0.1) - torch.log(x.sum(1, keepdim=True) + 0.1)).pow(2).mean()\n"
+        "    loss.backward()\n"
+        "    return loss\n"
+        "for step in range(2):\n"
+        "    optimizer.step(closure)\n",
+        "NaN made by (step)/log#2",
+        "log of numbers below 0",
+    ),
+    "an op between two models": (
+        "first, second = nn.Sequential(nn.Linear(8, 16), nn.ReLU()), nn.Linear(16, 8)\n"
+        "optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)\n"
+        "for step in range(8):\n"
+        "    x = torch.randn(16, 8)\n"
+        "    if step == 3:\n"
+        "        x[:] = x[:1]\n"
+        "    optimizer.zero_grad()\n"
+        "    h = first(x)\n"
+        "    h = (h - h.mean(0)) / h.std(0)\n"
+        "    second(h).square().mean().backward()\n"
+        "    optimizer.step()\n",
+        "NaN made by (step)/div#3",
+        "16 of 16 elements of the divisor are 0",
+    ),
+    "an update by hand": (
+        "net = nn.Linear(4, 1)\n"
+        "for step in range(4):\n"
+        "    net.zero_grad()\n"
+        "    (net(torch.ones(2, 4)) * (0.0 if step == 2 else 1.0)).sum().backward()\n"
+        "    with torch.no_grad():\n"
+        "        for one in net.parameters():\n"
+        "            one -= 0.1 * one.grad / one.grad.norm()\n",
+        "NaN made by (step)/div",
+        "1 of 1 elements of the divisor are 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS_OF_NAN)
+def test_what_is_seen_in_a_model_and_began_outside_of_it_is_looked_for_again(capsys, tmp_path, name):
+    script, origin, cause = SCRIPTS_OF_NAN[name]
+    path = tmp_path / "train.py"
+    path.write_text(f"import torch\nfrom torch import nn\n\ntorch.manual_seed(0)\n{script}")
+    code, out, _ = run(capsys, "nan", "--again", str(path))
+    assert code == 3
+    assert origin in out
+    assert cause in out
+    code, out, _ = run(capsys, "nan", str(path))
+    assert "gaff nan --again runs the script once more" in out

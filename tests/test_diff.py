@@ -852,3 +852,22 @@ def test_a_small_gradient_that_is_halved_is_no_rounding():
     found = gaff.diff(*traces)
     assert found
     assert "branch" in str(found.verdict)
+
+
+def test_a_list_of_modules_is_named_in_a_pair():
+    class Stack(nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            self.encoder = nn.Module()
+            setattr(self.encoder, name, nn.ModuleList(nn.Linear(4, 4) for _ in range(2)))
+            self.name = name
+
+        def forward(self, x):
+            for one in getattr(self.encoder, self.name):
+                x = one(x).tanh()
+            return x
+
+    torch.manual_seed(0)
+    traces = [gaff.trace(Stack(name), torch.ones(1, 4)) for name in ("layer", "block")]
+    found = gaff.diff(*traces, pairs={"encoder.layer": "encoder.block"})
+    assert ("encoder.layer.0", "encoder.block.0") in {(row.site, row.other) for row in found.rows}

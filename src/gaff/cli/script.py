@@ -87,8 +87,8 @@ def _guard(guards: list[Guard], stack: ExitStack, allow: Sequence[str], module: 
 
 def _first(guarded: Report | None, of_loss: Report | None) -> Report | None:
     """What came first of what a guard and what a loss have shown: of a loss that was not finite before its backward
-    pass that, and not what the pass has made of it."""
-    if guarded is None or of_loss is None or (guarded.site, guarded.direction) != (STEP, "backward"):
+    pass that, and not what the pass has made of it, in gradients or, with a closure, in the weights."""
+    if guarded is None or of_loss is None or guarded.direction not in ("backward", "before"):
         return of_loss if guarded is None else guarded
     return replace(of_loss, cause=of_loss.cause.replace(_FINE, "what the models returned is"))
 
@@ -164,16 +164,19 @@ def _finished(found: Report, script: _Script, step: int, *, again: bool) -> Repo
 
     ``step``: how many steps were made before.
     """
-    is_update = found.direction == "update"  # seen in the step after the one that did it, which code may have done, too
-    if not is_update and found.site != STEP:
+    # seen in the step after the one that did it, which code may have done, too
+    is_update = found.direction == "update" or (found.direction == "before" and found.site.endswith(":param"))
+    if not is_update and found.site != STEP and found.direction != "before":
         return found
     if not again:
         hint = "gaff nan --again runs the script once more and looks at every op of that step, its loss included"
         return replace(found, notes=(*found.notes, hint))
-    seen, failure = _look_again(script, step - is_update)
+    seen, failure = _look_again(script, max(step - is_update, 0))
     if failure:
         return replace(found, notes=(*found.notes, failure))
-    return found if seen is None or (is_update and seen.direction == "update") else seen
+    if seen is None or seen.direction == "before" or (is_update and seen.direction == "update"):
+        return found  # it tells no more
+    return seen
 
 
 def _look_again(script: _Script, step: int) -> tuple[Report | None, str]:

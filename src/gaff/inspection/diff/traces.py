@@ -84,7 +84,7 @@ def _paired(a: Trace, b: Trace, renamed: Mapping[str, str]) -> Pairing[CallRow]:
     has calls inside is none that has none.
     """
     pairing = Pairing(a.rows, b.rows)
-    paths = {row.path for row in a.rows}, {row.path for row in b.rows}
+    paths = _paths(a), _paths(b)
     if renamed:
         pairing.by_name(lambda row: row.site, renaming(renamed, paths))
     weights = [_weights_of_calls(trace) for trace in (a, b)]
@@ -107,6 +107,12 @@ def _paired(a: Trace, b: Trace, renamed: Mapping[str, str]) -> Pairing[CallRow]:
     pairing.by_likeness(_GUESSED[0], *classes, is_between=True)
     pairing.by_likeness(_GUESSED[1], *shapes, is_between=True)
     return pairing
+
+
+def _paths(trace: Trace) -> set[str]:
+    """The modules that were called, and those around them, such as a ModuleList."""
+    parts = [row.path.split(".") for row in trace.rows]
+    return {".".join(one[:depth]) for one in parts for depth in range(1, len(one) + 1)} | {""}
 
 
 def _weights_of_calls(trace: Trace) -> list[Hashable]:
