@@ -871,3 +871,27 @@ def test_a_list_of_modules_is_named_in_a_pair():
     traces = [gaff.trace(Stack(name), torch.ones(1, 4)) for name in ("layer", "block")]
     found = gaff.diff(*traces, pairs={"encoder.layer": "encoder.block"})
     assert ("encoder.layer.0", "encoder.block.0") in {(row.site, row.other) for row in found.rows}
+
+
+@pytest.mark.parametrize("changed", ["labels", "twice"])
+def test_a_loss_that_changes_in_one_step_is_where_two_runs_part(tmp_path, changed):
+    def train(name, change):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        optimizer, x = torch.optim.Adam(net.parameters()), torch.randn(384, 16)
+        y = x[:, :4].argmax(1)
+        with gaff.watch(net, optimizer, out=tmp_path / name, every=1):
+            for step in range(12):
+                rows = slice(32 * step, 32 * step + 32)
+                optimizer.zero_grad()
+                smoothing = 0.1 if change == "labels" and step >= 4 else 0.0
+                loss = F.cross_entropy(net(x[rows]), y[rows], label_smoothing=smoothing)
+                (loss * 2 if change == "twice" else loss).backward()
+                optimizer.step()
+
+    train("a", "")
+    train("b", changed)
+    found = gaff.diff(tmp_path / "a", tmp_path / "b")
+    at = 4 if changed == "labels" else 0
+    assert f"they differ first at loss:loss at step {at}, loss:" in found.verdict
+    assert f"the first number that differs at all is loss:loss at step {at}" in found.notes

@@ -65,12 +65,13 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
     pairs, (left_a, left_b) = pairing.pairs, pairing.left()
     types = _types(a), _types(b)
     rounding = max([_ROUNDING, *(_COARSE * ROUNDOFF.get(one, 0.0) for one in types[0] | types[1])])
-    rows = _batches(a, b, types, (lines_a, lines_b)) + _losses(a, b, tolerance, rounding)
     notes: list[str] = []
     least = _least([*lines_a, *lines_b])
     looked = [_looked(record) for record in (a, b)]
     both = [(lines_a[pair.a], lines_b[pair.b]) for pair in pairs]
     first = _first_apart(both, least, 0.0)
+    losses, of_loss = _losses(a, b, tolerance, rounding, first)
+    rows = _batches(a, b, types, (lines_a, lines_b)) + losses
     beyond = _first_apart(both, least, rounding) if tolerance is None else None
     is_sudden = first is not None and beyond is not None and first.line is beyond.line and first.step == beyond.step
     is_sudden = is_sudden and first is not None and first.delta > _JUMP * rounding
@@ -97,10 +98,10 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
     notes[:0] = _settings(a, b)
     if a.steps != b.steps or looked[0] != looked[1]:
         notes.append(f"A made {a.steps} steps and B {b.steps}: the {shared} that were looked at in both were compared")
-    if first is not None:
-        notes.append(f"the first number that differs at all is {first}")
+    if first is not None or of_loss:
+        notes.append(f"the first number that differs at all is {of_loss or first}")
     if beyond is not None:
-        notes.append(f"the first that differs by more than rounding, though it may be less than noise, is {beyond}")
+        notes.append(f"the first at a site that differs by more than rounding, though it may be less than noise, is {beyond}")
     only_a, only_b = tuple(lines_a[at].name for at in left_a), tuple(lines_b[at].name for at in left_b)
     return Difference(*names, tuple(rows), only_a, only_b, tuple(notes))
 
@@ -315,9 +316,17 @@ def _given_apart(lines: tuple[list[Line], list[Line]]) -> float:
     return max(found, default=math.inf)
 
 
-def _losses(a: Record, b: Record, tolerance: float | None, rounding: float) -> list[DiffRow]:
-    """A row for each loss that both have noted, at the first step at which it differs by more than is allowed."""
-    rows = []
+def _losses(
+    a: Record, b: Record, tolerance: float | None, rounding: float, first: _Apart | None
+) -> tuple[list[DiffRow], str]:
+    """A row for each loss that both have noted, at the first step at which it differs by more than is allowed.
+
+    ``first``: where the sites cease to be equal. A loss that differs before that, while all was the same to the last
+    bit, and by far more than rounding, has parted there. The text names the loss that differs before ``first``, if any.
+    """
+    rows: list[DiffRow] = []
+    earliest = (1 << 60, 0) if first is None else (first.step, _ORDER.index(_phase(first.line)))
+    told = ""
     for name in a.scalars:
         if not name.startswith("loss:") or name not in b.scalars:
             continue
@@ -335,10 +344,15 @@ def _losses(a: Record, b: Record, tolerance: float | None, rounding: float) -> l
         delta = np.where(np.isnan(delta), math.inf, delta)
         noise = _noise(np.abs(values[0]), np.abs(values[1]), rounding)  # of logarithms
         allowed = tolerance if tolerance is not None else -math.expm1(-noise)
+        unlike = np.flatnonzero(delta > 0)
+        place = (common[unlike[0]] if len(unlike) else 1 << 60), _ORDER.index("loss")
+        if place < earliest:
+            earliest, told = place, f"{name} at step {place[0]}"
+            allowed = rounding if tolerance is None and delta[unlike[0]] > _JUMP * rounding else allowed
         parted = np.flatnonzero(delta > allowed)
         at = int(parted[0]) if len(parted) else int(delta.argmax())
         rows.append(
             DiffRow(name, name, "loss", state_of(float(delta[at]), allowed), float(delta[at]), allowed, "loss",
                 shown(float(values[0][at])), shown(float(values[1][at])), step=common[at])
         )  # fmt: skip
-    return rows
+    return rows, told
