@@ -101,7 +101,7 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
     if first is not None or of_loss:
         notes.append(f"the first number that differs at all is {of_loss or first}")
     if beyond is not None:
-        notes.append(f"the first at a site that differs by more than rounding, though it may be less than noise, is {beyond}")
+        notes.append(f"at sites the first beyond rounding, though it may be less than noise, is {beyond}")
     only_a, only_b = tuple(lines_a[at].name for at in left_a), tuple(lines_b[at].name for at in left_b)
     return Difference(*names, tuple(rows), only_a, only_b, tuple(notes))
 
