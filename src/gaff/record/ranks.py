@@ -22,6 +22,7 @@ _KILLED = "the process was killed (out of memory, a signal), or its record could
 _LOOK = "look at that process's own output and at the last rows of its flight recorder"
 _LEAST_STEPS = 8
 _LATE = 0.1  # of a step
+_OWN = "rank "  # begins the place of what a process has for itself alone
 _OF_WHOLES = ("zero_gradient", "vanishing", "sparse_gradient", "never_updated", "update_small")
 
 Rows = dict[int, dict[str, float]]  # the stored numbers of a site by step and name
@@ -222,11 +223,11 @@ def of_wholes(found: Sequence[Finding], parts: Sequence[RankPart]) -> list[Findi
     def is_of_whole(one: Finding) -> bool:
         key = (one.model, one.site)
         place = one.model, one.site.rpartition(":")[0]
-        if one.rule not in _OF_WHOLES or not any(place in _places(part) for part in parts):
+        held = [_places(part).get(place, _OWN) for part in parts]
+        if one.rule not in _OF_WHOLES or all(where.startswith(_OWN) for where in held):
             return True
         holders = {part.rank for part in parts if any(row["count"] for row in _rows(part, key, "train").values())}
-        told_by = told[one.rule, one.model, one.site]
-        return holders <= told_by
+        return holders <= told[one.rule, one.model, one.site]
 
     return [one for one in found if is_of_whole(one)]
 

@@ -344,8 +344,8 @@ def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
     """The median of the last ten looks' losses above twice the first five's, in runs with one optimizer, and most of
     them above each of these: what batches of a few examples make of a loss is no rise.
 
-    A negative loss that keeps falling beyond a hundred times its first magnitude, and beyond -10, diverges as well. Not
-    where most steps run the model eight times or more for each loss, with sixteen examples at most: an agent's loss
+    A negative loss that keeps falling beyond a hundred times its first magnitude, and beyond -100, diverges as well.
+    Not where most steps run the model eight times or more for each loss, with sixteen examples at most: an agent's loss
     follows its returns.
     """
     if sample.facts.get("optimizers", 1) != 1 or 2 * past.acting > past.looks:
