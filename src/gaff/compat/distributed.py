@@ -211,6 +211,13 @@ def place() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def has_threads() -> bool:
+    """Whether collectives of CPU tensors may run on threads of their own in this process, as gloo's do."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    return "cpu:" in torch.distributed.get_backend_config()
+
+
 def meshes_of(model: Any) -> list[Any]:
     """The process meshes over which a model's parameters are spread, in order; empty for one that is not (and DDP)."""
     return _meshes((*model.parameters(), *model.buffers()))

@@ -163,8 +163,19 @@ def is_as_in(tensor: Tensor, snapshot: Tensor | None) -> bool:
         return elements.has_bits(tensor, snapshot)
 
 
-@cache
 def lazy_clone() -> Callable[[Tensor], Tensor] | None:
+    """A function that makes copy-on-write copies, if torch has one that does what gaff needs, else None.
+
+    Where collectives of CPU tensors run on threads of their own it makes real copies. torch's are not safe there: one
+    thread that parts two copies, and another that lets one of them go at the same moment, write to freed memory
+    (``COWDeleterContext::decrement_refcount`` takes its lock after it has counted; seen with torch 2.13).
+    """
+    found = _lazy_clone()
+    return torch.clone if found is not None and distributed.has_threads() else found
+
+
+@cache
+def _lazy_clone() -> Callable[[Tensor], Tensor] | None:
     """``torch._lazy_clone`` if it does what gaff needs, else None.
 
     It makes a copy-on-write copy: both tensors share memory until one of them is written to in place. Proven on
