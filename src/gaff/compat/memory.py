@@ -163,6 +163,15 @@ def is_as_in(tensor: Tensor, snapshot: Tensor | None) -> bool:
         return elements.has_bits(tensor, snapshot)
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """A clone; of what is expanded only what is stored is copied, and expanded again."""
+    is_strided = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_nested
+    if not is_strided or 0 not in tensor.stride():
+        return tensor.clone()
+    stored = tensor[tuple(slice(None) if one else slice(1) for one in tensor.stride())]
+    return stored.clone().expand(tensor.shape)
+
+
 def lazy_clone() -> Callable[[Tensor], Tensor] | None:
     """A function that makes copy-on-write copies, if torch has one that does what gaff needs, else None.
 
@@ -171,7 +180,7 @@ def lazy_clone() -> Callable[[Tensor], Tensor] | None:
     (``COWDeleterContext::decrement_refcount`` takes its lock after it has counted; seen with torch 2.13).
     """
     found = _lazy_clone()
-    return torch.clone if found is not None and distributed.has_threads() else found
+    return copied if found is not None and distributed.has_threads() else found
 
 
 @cache

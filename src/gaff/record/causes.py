@@ -263,9 +263,8 @@ def steps_too_large(case: RunCase) -> Claim | None:
     has_converged = case.loss is not None and case.loss[1].last < 0.1 * case.loss[1].start
     if rise is None and broken is None and (harm is None or has_converged) and not is_lost:
         return None  # large steps alone do no harm
-    has_jumped = jump is not None and (harm is not None or _stays_up(case, *jump, times=10.0))
-    if (rise is None and large is None and not has_jumped) or case.single.is_search:
-        return None  # a batch that is hard has a high loss, too
+    if (rise is None and large is None and jump is None) or case.single.is_search:
+        return None
     began = min([one for one in (rise[1] if rise else None, large.since if large else None, jump and jump[0])
                  if one is not None])  # fmt: skip
     told = [_risen(*rise)] if rise is not None else []
@@ -280,7 +279,7 @@ def steps_too_large(case: RunCase) -> Claim | None:
     text = "the steps are too large" if rate is None else f"a learning rate of {rate:.3g} is too high"
     remedy = "divide the learning rate by 10" if rate is None else f"use a learning rate of {rate / 10:.2g} or less"
     remedy += ", or warm it up over the first hundred steps" if early else ", or clip gradients"
-    is_likely = has_jumped or (rise is not None and large is not None)
+    is_likely = jump is not None or (rise is not None and large is not None)
     return Claim("learning_rate_too_high", "likely" if is_likely else "possible",
                  f"{text}{', and not warmed up' if early else ''}", tuple(told), began, remedy,
                  ("update_large", "diverging", "exploding", "loss_spike", "dead_units", "sparse_gradient", "saturated",
@@ -387,9 +386,9 @@ def steps_too_small(case: RunCase) -> Claim | None:
                  "update_small", "never_updated"), ("lr=10x", f"lr={_factor(finding):g}x"))  # fmt: skip
 
 
-def _stays_up(case: RunCase, step: int, peak: float, start: float, times: float = 1.2) -> bool:
+def _stays_up(case: RunCase, step: int, peak: float, start: float) -> bool:
     """Whether the steps around an early peak are above the beginning, too: not one hard batch that comes by."""
-    return case.loss is not None and case.loss[1].at(step) > times * start
+    return case.loss is not None and case.loss[1].at(step) > 1.2 * start
 
 
 def _has_vanished(case: RunCase) -> bool:

@@ -126,7 +126,7 @@ def _copied(tensor: Tensor) -> Tensor:
     if type(tensor) not in (Tensor, Parameter):  # copy_ into a plain tensor is not what such a class expects
         return tensor.clone()
     if 0 in tensor.stride():
-        return _copy(tensor)
+        return memory.copied(tensor)
     strided = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return strided.copy_(tensor)
 
@@ -264,12 +264,12 @@ class Keeper:
     def _hold(self, tensor: Tensor, checks: list[Callable[[Site], None]], run: Any) -> Tensor:
         """A tensor as it is now: a copy where one was asked for or a check could not be trusted."""
         if self._clone or (not self._refers and not tensor.is_meta and self._is_written_past(tensor, run)):
-            return _copy(tensor if self.wants_graph else tensor.detach())
+            return memory.copied(tensor if self.wants_graph else tensor.detach())
         known = self._memory
         has_graph = self.wants_graph and tensor.requires_grad
         is_known = tensor.layout == torch.strided and not tensor.is_nested  # whose memory it is
         if self._is_apart and not (has_graph or tensor.is_meta or (is_known and not _is_foreign(known, tensor, run))):
-            return _copy(tensor.detach())
+            return memory.copied(tensor.detach())
         return hold(tensor, self.wants_graph, lambda other: _is_foreign(known, other, run), checks)
 
     def _is_written_past(self, tensor: Tensor, run: Any) -> bool:
@@ -317,15 +317,6 @@ class Keeper:
 def _is_foreign(known: Memory | None, tensor: Tensor, run: Any) -> bool:
     """Whether others than the run hold the memory of a tensor; so all memory counts of which nothing is known."""
     return known is None or known.is_foreign(tensor, run)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A clone; of what is expanded only what is stored is copied, and expanded again."""
-    is_strided = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_nested
-    if not is_strided or 0 not in tensor.stride():
-        return tensor.clone()
-    stored = tensor[tuple(slice(None) if one else slice(1) for one in tensor.stride())]
-    return stored.clone().expand(tensor.shape)
 
 
 def hold(
