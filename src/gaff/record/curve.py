@@ -25,8 +25,7 @@ class Curve:
     ``steps``: the first step of each stretch; ``values``: its median; ``spread``: the mean distance of a single step
     from the median of its stretch. What is not finite is left out, and
     ``start``: its very first value; ``nonfinite_since`` tells the first such step; ``early_peak``: the highest of the
-    first fifty values, with its step; ``after_peak``: the median of the five values after it; ``late_peak``: the
-    highest of the second half.
+    first fifty values, with its step; ``late_peak``: the highest of the second half.
     """
 
     steps: tuple[int, ...]
@@ -36,7 +35,6 @@ class Curve:
     nonfinite_since: int | None = None
     early_peak: tuple[int, float] = (0, -math.inf)
     late_peak: float = -math.inf
-    after_peak: float = math.inf
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, float]]) -> Curve:
@@ -51,13 +49,10 @@ class Curve:
         middles = [statistics.median(value for _, value in one) for one in stretches]
         distances = [abs(value - middle) for one, middle in zip(stretches, middles, strict=True) for _, value in one]
         spread = statistics.fmean(distances) if distances else 0.0
-        peak = max(range(len(known[:_EARLY])), key=lambda at: known[at][1], default=0)
-        after = [value for _, value in known[peak + 1 : peak + 6]]
         return cls(
             tuple(one[0][0] for one in stretches), tuple(middles), spread, known[0][1] if known else math.inf, bad,
-            known[peak] if known else (0, -math.inf),
+            max(known[:_EARLY], key=lambda pair: pair[1], default=(0, -math.inf)),
             max((value for _, value in known[len(known) // 2 :]), default=-math.inf),
-            statistics.median(after) if after else math.inf,
         )  # fmt: skip
 
     @property

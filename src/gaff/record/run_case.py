@@ -177,15 +177,14 @@ class RunCase:
         what guessing gives. Of a cross entropy it is enough that it is twice the first value, and above twice of what
         guessing gives, plus 1, which only a model that is sure reaches; not where the first is ten times guessing. Nor
         where single values are about as high to the end, of a loss that differs from batch to batch by a third of it,
-        and ends less than half as much higher than it began; nor where those after the peak are a fiftieth of it.
+        and ends less than half as much higher than it began.
         """
         if self.optimizers != 1 or len(self.losses) != 1 or self.loss is None or self.is_acting:
             return None
         name, curve = self.loss
         step, peak = curve.early_peak
         is_noise = 0.5 * peak < curve.late_peak < 2 * peak and curve.spread > 0.3 * curve.first
-        is_hard = curve.after_peak < 0.02 * peak  # one batch alone, as of squared errors of what is far off
-        if is_hard or (is_noise and curve.last <= 1.5 * curve.first):
+        if is_noise and curve.last <= 1.5 * curve.first:
             return None
         guess = self.guess.get(name, math.inf)
         is_known = 0 < guess < math.inf  # far below guessing nothing is lost yet
