@@ -152,3 +152,14 @@ def spread_groups(rank):
     except gaff.PlanError as error:
         return str(error)
     return "opened"
+
+
+def kept_beside_gloo(rank):
+    """Whether what is kept shares the memory of the value, and holds what that was."""
+    model, outputs = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), []
+    handle = model[0].register_forward_hook(lambda module, args, output: outputs.append(output))
+    with gaff.capture(model, "0") as got:
+        model(torch.ones(2, 4))
+    handle.remove()
+    [value] = outputs
+    return torch._C._is_cow_tensor(value), torch.equal(got["0"], value)

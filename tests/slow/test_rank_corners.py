@@ -67,3 +67,8 @@ def test_units_across_parts_are_refused_before_anything_is_clipped():
     for told in of_ranks(rank_corners.spread_groups, 2):
         assert "1.weight" in told
         assert "units lie across its parts" in told
+
+
+def test_what_is_kept_is_copied_beside_the_threads_of_gloo():
+    assert of_ranks(rank_corners.kept_beside_gloo, 2) == [(False, True)] * 2
+    assert rank_corners.kept_beside_gloo(0) == (True, True)  # without a process group
