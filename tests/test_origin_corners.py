@@ -525,6 +525,7 @@ def _powers():
     return {
         "a number to a power": (lambda: 0.5 ** torch.tensor([-200.0, 1.0]), "overflow: pow gives"),
         "a negative number to a power": (lambda: (-2.0) ** exponent, "a negative number, down to -2"),
+        "torch.pow of a number": (lambda: torch.pow(-2.0, exponent), "a negative number, down to -2"),
         "zero to a negative power": (lambda: 0.0**-exponent, "0 to the power of a negative number, for 2 of 3"),
         "a learned power": (
             lambda: base.pow(learned).sum().backward(),

@@ -75,7 +75,9 @@ def _pow(case: Case) -> str:
     is_number = not isinstance(exponent, Tensor)
     zeros, lowest, is_root = x.zeros if is_number and exponent < 0 else 0, x.min, False
     if getattr(case.func, "__name__", "") == "__rpow__":
-        base, exponent, is_number, zeros, lowest = exponent, base, False, 0, float(exponent)
+        base, exponent, is_number, zeros = exponent, base, False, 0
+    if not isinstance(base, Tensor):
+        lowest = float(base)
     if is_number:
         is_root = lowest < 0 and float(exponent) != int(exponent)
     elif not case.op.endswith("_"):
