@@ -817,6 +817,22 @@ def test_an_image_of_16_bits_is_not_cut_off(tmp_path, loud, capsys):
     torch.testing.assert_close(found, torch.from_numpy(pixels.astype("float32") / 65535).expand(1, 3, 8, 8))
 
 
+def test_a_file_of_a_package_may_import_relatively(tmp_path, capsys, monkeypatch):
+    package = tmp_path / "a_net_of" / "parts"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "widths.py").write_text("width = 3\n")
+    (package / "net.py").write_text(
+        "import torch\nfrom .widths import width\nmodel, x = torch.nn.Linear(width, 2), torch.ones(1, width)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for net in ("a_net_of/parts/net.py", "a_net_of.parts.net"):
+        code, out, err = run(capsys, "trace", f"{net}:model", f"{net}:x")
+        assert (code, err) == (0, "")
+        assert "8 parameters" in out
+
+
 def test_a_model_file_that_reads_arguments_when_it_is_imported(tmp_path, capsys):
     text = "import argparse\nfrom torch import nn\noptions = argparse.ArgumentParser(){}.parse_args()\nmodel = nn.Linear(3, 2)\n"
     (tmp_path / "reads.py").write_text(text.format(""))

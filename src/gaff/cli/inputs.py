@@ -7,6 +7,7 @@ Nothing is unpickled, and nothing is downloaded.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from gaff.errors import PlanError
 
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 _MAKERS = ("randn", "zeros", "ones", "randint")
+_IN_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d][\w.]*")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -76,13 +78,16 @@ def _load(spec: str, loaded: Loaded, number: int) -> Call:
         return _safetensors(spec)
     if ".py:" in spec:
         return _named(load_name(spec)[1])
+    if loaded.folder is None and _IN_MODULE.fullmatch(spec):
+        return _named(load_name(spec)[1])
     if loaded.folder is not None and not os.path.isfile(spec):
         return _text(spec, loaded.folder)
     if loaded.folder is not None:
         raise PlanError(f"input {spec!r} is a file, of a kind that is not known here: expected the text itself, as in "
                         "--input 'some words', or gaff harvest for a file of texts")  # fmt: skip
     raise PlanError(
-        f"input {spec!r} is not understood: expected randn:1x3x8x8, an image, .npy, .safetensors or file.py:name; "
+        f"input {spec!r} is not understood: expected randn:1x3x8x8, an image, .npy, .safetensors, file.py:name or "
+        "package.module:name; "
         "a text needs a transformers:FOLDER model, whose tokenizer reads it"
     )
 

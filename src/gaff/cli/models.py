@@ -80,19 +80,25 @@ def _is_own(item: Any, module: ModuleType) -> bool:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """A file as a module, its folder first on the path, as if it were run; imported once."""
+    """A file as a module, its folder first on the path, as if it were run; imported once.
+
+    One of a package (``__init__.py`` beside it) has the name that it has there, so that it may import relatively.
+    """
     if not path.is_file():
         raise PlanError(f"{str(path)!r} is no file: expected a Python file that defines the name after the colon")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    file = path.resolve()
+    name, above = file.stem, file.parent
+    while (above / "__init__.py").is_file():
+        name, above = f"{above.name}.{name}", above.parent
+    spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise PlanError(f"{str(path)!r} cannot be imported: expected a Python file")
-    known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == str(file):
         return known
     module = importlib.util.module_from_spec(spec)
-    module.__file__ = str(path.resolve())
-    sys.path.insert(0, str(path.resolve().parent))
-    sys.modules[path.stem] = module
+    sys.path[:0] = dict.fromkeys((str(file.parent), str(above)))
+    sys.modules[name] = module
     words, sys.argv = sys.argv, [str(path)]  # a file that reads its arguments when it is imported has none
     try:
         spec.loader.exec_module(module)
