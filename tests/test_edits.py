@@ -471,6 +471,20 @@ def test_an_edit_that_its_user_switches_off_is_not_said_never_to_have_fired():
             model(x)
 
 
+@pytest.mark.parametrize(("per", "dim"), [("tensor", 0), ("row", 0), ("unit", 1)])
+def test_clip_of_single_sparse_elements(per, dim):
+    values = torch.tensor([3.0, 4.0, 6.0, 8.0, 0.1])
+    with torch.sparse.check_sparse_tensor_invariants(enable=True):
+        sparse = torch.sparse_coo_tensor([[0, 0, 1, 1, 2], [0, 1, 1, 2, 2]], values, (3, 3))
+    dense, other = sparse.to_dense().requires_grad_(), torch.arange(6.0).reshape(3, 2)
+    sparse.requires_grad_()
+    with gaff.edit({sparse: edits.clip(1.0, per=per, dim=dim), dense: edits.clip(1.0, per=per, dim=dim)}):
+        torch.sparse.mm(sparse, other).sum().backward()
+        (dense * (sparse.detach().to_dense() != 0) @ other).sum().backward()
+    assert sparse.grad.is_sparse
+    assert torch.allclose(sparse.grad.to_dense(), dense.grad)
+
+
 def test_the_receipt_of_a_skip_does_not_say_that_nothing_changed():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     with gaff.edit(model, {"1": edits.skip()}) as editing:

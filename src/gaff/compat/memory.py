@@ -104,6 +104,25 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+class Mark:
+    """What a tensor held at one moment, by which it is told later whether somebody wrote to it.
+
+    That is its version; in inference mode, where torch counts none, a copy of its bits.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._version = version_of(tensor)
+        is_kept = self._version == -1 and elements.is_plain(tensor)
+        self._bits = unseen(elements.words, tensor).clone() if is_kept else None
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Whether that tensor was written to since; waits for its device in inference mode, where bits are compared."""
+        if self._bits is None:
+            return version_of(tensor) != self._version
+        now = unseen(elements.words, tensor)
+        return now.shape != self._bits.shape or not torch.equal(now, self._bits)
+
+
 def shares(one: Tensor, other: Tensor) -> bool:
     """Whether a write to one of the two can change the other: both lie in one memory, as far as torch can tell."""
     try:

@@ -199,10 +199,11 @@ class Project:
     def _basis(self, tensor: Tensor) -> Tensor:
         """The orthonormal basis ``[rank, width]`` as the tensor needs it, in float32 or more; made again after a write.
 
-        Directions that are trained are decomposed at every event, since their gradient flows through the decomposition.
+        Directions that are trained are decomposed at every event, since their gradient flows through the decomposition,
+        and so are those of inference mode, in which nobody counts writes.
         """
         given, work = torch.atleast_2d(self.directions), wide(tensor)
-        if given.requires_grad:
+        if given.requires_grad or self.directions.is_inference():
             return like(orthonormal(given), tensor, dtype=work)
         key = (tensor.device, work, memory.version_of(self.directions))
         return remember(self._known, key, lambda: like(orthonormal(given), tensor, dtype=work))

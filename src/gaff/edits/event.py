@@ -182,8 +182,9 @@ def like(
     """``value`` on the device and in the dtype of ``tensor``, or ``dtype``; converted once, if it is not written to.
 
     Of a tensor that is spread over processes ``value`` is the whole, or broadcast to it: this process takes its part.
-    ``known`` is the edit's own memory for the converted constant; one that is trained is converted at every event, with
-    its gradient. Raises PlanError where the conversion would lose something, such as a fraction or an imaginary part.
+    ``known`` is the edit's own memory for the converted constant. One that is trained is converted at every event, with
+    its gradient, and so is one of inference mode, in which nobody counts writes. Raises PlanError where the conversion
+    would lose something, such as a fraction or an imaginary part.
     """
     if distributed.is_spread(tensor) and not distributed.is_spread(value):
         return distributed.part_of(like(value, distributed.local_of(tensor), dtype=dtype), tensor)
@@ -191,7 +192,7 @@ def like(
     if value.device == tensor.device and value.dtype == wanted:
         return value
     _need_cast(value, wanted)
-    if known is None or value.requires_grad:
+    if known is None or value.requires_grad or value.is_inference():
         return _converted(value, tensor.device, wanted)
     key = (tensor.device, wanted, memory.version_of(value))
     return remember(known, key, lambda: _converted(value, tensor.device, wanted))

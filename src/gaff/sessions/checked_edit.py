@@ -110,7 +110,7 @@ class CheckedEdit:
         if self._site.port == "param" and not is_pure:  # a write into the weights themselves would stay for good
             with torch.inference_mode(False):  # in which nothing counts writes
                 parameter, value = value, value.clone()
-        version = 0 if is_pure else memory.version_of(value)
+        mark = None if is_pure else memory.Mark(value)
         new: Tensor | Any
         event = self._any_event or self.event(run, call)
         if value.is_sparse:
@@ -119,7 +119,7 @@ class CheckedEdit:
             new = edit.change(value.float(), event).to(value.dtype)
         else:
             new = edit.change(value, event)
-        if not is_pure and memory.version_of(value) != version:
+        if mark is not None and mark.is_written(value):
             raise PlanError("the edit wrote into what it was given: expected a new tensor, t * 2 not t.mul_(2)")
         if not isinstance(new, Tensor):
             raise PlanError(f"the edit returned {type(new).__name__} {new!r:.40}: expected a tensor")
@@ -215,10 +215,16 @@ def need_mixable(value: Tensor, strength: float, site: Site) -> None:
 
 
 def _change_sparse(edit: Edit, value: Tensor, event: Event) -> Tensor:
-    """Edits that leave zeros zero act on the values that a sparse gradient has; others get it as it is."""
+    """Edits that leave zeros zero act on the values that a sparse tensor has; others get it as it is.
+
+    Values lie in rows, as of an embedding's gradient, or as single numbers, of which only edits of single elements know
+    enough: the norm of a row needs it whole.
+    """
     if not getattr(edit, "keeps_zero", False):
         return edit.change(value, event)
     value = value.coalesce()
+    if value.sparse_dim() > 1 and not acts_on_parts(edit):
+        return edit.change(value.to_dense(), event).sparse_mask(value)
     new = edit.change(value.values(), event)
     return torch.sparse_coo_tensor(value.indices(), new, value.shape, is_coalesced=True, check_invariants=False)
 

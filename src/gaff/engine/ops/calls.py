@@ -17,7 +17,7 @@ from gaff.address.nested import Arguments, iter_tensors
 from gaff.compat import checkpoints
 from gaff.compat.autograd import is_grad_enabled
 from gaff.compat.checkpoints import may_repeat
-from gaff.compat.memory import version_of
+from gaff.compat.memory import Mark
 from gaff.engine.clock import Clock, Frame, Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.node import Node
@@ -67,7 +67,7 @@ class OpEvent:
     one that returns nothing by ``count``. Only that and ``change`` count it. ``node`` is None where nobody asks for it.
     """
 
-    __slots__ = ("_crossing", "_frames", "_is_met", "_place", "_versions", "index", "name", "node", "part", "row")
+    __slots__ = ("_crossing", "_frames", "_is_met", "_marks", "_place", "index", "name", "node", "part", "row")
 
     def __init__(self, part: CallShare, row: Any, place: FrameType) -> None:
         self.part = part
@@ -79,12 +79,12 @@ class OpEvent:
         self._frames: list[Frame] | None = None
         self._is_met = False
         self._crossing: Crossing | None = None  # of its exit, once it is met
-        self._versions: list[tuple[Tensor, int]] = []
+        self._marks: list[tuple[Tensor, Mark]] = []
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the op is called with: the arguments, edited. Tells the taps at its entry and sets gradient hooks there.
 
-        Versions of the arguments are noted if its value will be edited, to see whether the op writes into one of them.
+        What the arguments hold is noted if its value will be edited, to see whether the op writes into one of them.
         """
         node, run = self.node, self.part.run
         if self.part.scope.repeats and may_repeat():
@@ -103,7 +103,7 @@ class OpEvent:
             args, kwargs = new.args, new.kwargs
         if self.has_values:
             values = (*args, *kwargs.values())
-            self._versions = [(one, version_of(one)) for one in values if isinstance(one, Tensor)]
+            self._marks = [(one, Mark(one)) for one in values if isinstance(one, Tensor)]
         return args, kwargs
 
     @property
@@ -126,12 +126,12 @@ class OpEvent:
     def is_rewritten(self, value: Any) -> Tensor | None:
         """A copy for the edit of an op that wrote into the argument that it returned; None for any other op.
 
-        Neither its name nor ``inplace=True`` may tell; the version counter of the argument does. The edited copy is
+        Neither its name nor ``inplace=True`` may tell; what the argument holds does. The edited copy is
         written back.
         """
-        if self._versions and isinstance(value, Tensor):
-            for given, version in self._versions:
-                if given is value and version_of(given) != version:
+        if self._marks and isinstance(value, Tensor):
+            for given, mark in self._marks:
+                if given is value and mark.is_written(given):
                     return value.clone()
         return None
 
@@ -250,7 +250,7 @@ class Written:
 
 
 class Unseen:
-    """Whether an edited op writes where an edit cannot be handed on: known by versions, when the op has run.
+    """Whether an edited op writes where an edit cannot be handed on: known by what they hold, when the op has run.
 
     ``given``: the arguments before edits; ``args`` and ``kwargs`` what the op is called with. ``own``: the copy of a
     ``Written`` target, which is handed on.
@@ -258,7 +258,7 @@ class Unseen:
 
     def __init__(self, given: Any, args: Any, kwargs: Any, own: Any) -> None:
         self._theirs = {id(one) for _, one in iter_tensors(given)}
-        self._versions = [(one, version_of(one)) for _, one in iter_tensors((args, kwargs)) if one is not own]
+        self._marks = [(one, Mark(one)) for _, one in iter_tensors((args, kwargs)) if one is not own]
 
     def check(self, events: list[OpEvent], output: Any, *, has_values: bool) -> None:
         """Raises PlanError for a write into an argument that an edit has made, or into a list whose edit is asked for.
@@ -272,7 +272,7 @@ class Unseen:
             raise
 
     def _check(self, name: str, output: Any, *, has_values: bool) -> None:
-        written = [one for one, version in self._versions if version_of(one) != version]
+        written = [one for one, mark in self._marks if mark.is_written(one)]
         if any(id(one) not in self._theirs for one in written):
             raise PlanError(
                 f"op {name!r} writes into an argument that was edited, and its name does not tell: what it wrote would "
