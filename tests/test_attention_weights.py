@@ -113,6 +113,15 @@ def test_the_bits_are_those_of_torchs_plain_path(name):
     assert torch.equal(got[SITE], wanted)
 
 
+def test_queries_without_features_see_all_alike():
+    q, k, v = torch.randn(2, 5, 0), torch.randn(2, 7, 0), torch.randn(2, 7, 3)
+    model = Model()
+    with gaff.capture(model, SITE) as got:
+        out = model(q, k, v)
+    torch.testing.assert_close(got[SITE], torch.full((2, 5, 7), 1 / 7))
+    torch.testing.assert_close(got[SITE] @ v, out)
+
+
 def test_a_query_that_may_see_nothing_has_zeros_as_in_torch():
     q, k, v = inputs()
     model = Model(attn_mask=MASK)

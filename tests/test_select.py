@@ -77,17 +77,34 @@ def test_names_with_any_character():
     assert paths(model, "*") == ["`a b`", "`c*`"]
 
 
+def test_what_is_near_is_told_as_an_address():
+    model = nn.ModuleDict({"a b": nn.Linear(2, 2), "x:y": nn.Linear(2, 2), "c/d": nn.Linear(2, 2)})
+    for missed, near in (
+        ("a_b", "`a b`"),
+        ("x_y", "`x:y`"),
+        ("c_d", "`c/d`"),
+        ("a_b.weight:param", "`a b`.weight:param"),
+    ):
+        with pytest.raises(gaff.SiteError) as told:
+            gaff.capture(model, missed)
+        first = str(told.value).rpartition("nearest: ")[2].split(", ")[0]
+        assert first == near
+        gaff.capture(model, first)
+
+
 @pytest.mark.parametrize(
     ("address", "error", "message"),
     [
         ("fc9", gaff.SiteError, "no module 'fc9' in Net of 3 modules; nearest: fc1"),
-        ("fc1.wight:grad", gaff.SiteError, "no parameter 'fc1.wight' in Net of 4 parameters; nearest: fc1.weight"),
+        ("fc1.wight:grad", gaff.SiteError, "no parameter 'fc1.wight' in Net of 4 parameters; nearest: fc1.weight:grad"),
         ("fc1:param", gaff.SiteError, "'fc1' is a module, not a parameter: it has fc1.weight:param, fc1.bias:param"),
         ("fc1.output", gaff.SiteError, "what passes there is addressed with a colon, fc1:output"),
         ("fc1.weight.grad", gaff.SiteError, "a gradient is addressed with a colon, fc1.weight:grad"),
         ("fc1.weight", gaff.SiteError, "it is a parameter; address it as fc1.weight:param or fc1.weight:grad"),
         ("**<Conv3d>", gaff.SiteError, "matches nothing in Net of 3 modules; classes here: Conv2d"),
         ("cnv*", gaff.SiteError, "pattern 'cnv\\*' matches nothing in Net of 3 modules; nearest: conv"),
+        ("*:grad", gaff.SiteError, ":grad ends the path of a parameter; '\\*\\*:grad' is that of every one"),
+        ("fc1<Linear>:grad", gaff.SiteError, ":grad ends the path of a parameter; "),
         ("<Conv2d>", gaff.SiteError, "names no path: expected names before <Conv2d>; say '\\*\\*<Conv2d>'"),
         ("relu/add:param", gaff.PlanError, "relu/add:param: an op has no :param: expected output, input, grad_output"),
     ],

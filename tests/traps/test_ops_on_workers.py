@@ -1,6 +1,6 @@
 """Ops that a forward runs on another thread are no sites: asked for they raise, else the receipt tells of them."""
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.pool import ThreadPool
 from threading import Thread
 
@@ -88,3 +88,43 @@ def test_threads_of_others_are_left_alone(model):
         assert by_pool(lambda: torch.ones(1) * 2) == 2
         model(torch.ones(1))
     assert got["/add"].shape == (1,)
+
+
+class Forgets(nn.Module):
+    """Never looks at what its worker raised."""
+
+    def __init__(self, start):
+        super().__init__()
+        self.start, self.lin = start, nn.Linear(4, 4)
+
+    def forward(self, x):
+        extra = torch.zeros_like(x)
+        self.start(lambda: extra.copy_((x * 2).relu()))
+        return self.lin(x) + extra
+
+
+def waits_alone(work):
+    with ThreadPoolExecutor(1) as pool:
+        wait([pool.submit(work)])
+
+
+def joins(work):
+    thread = Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("start", [waits_alone, joins])
+@pytest.mark.parametrize("address", ["/*", "/mul"])
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_what_a_worker_raised_is_told_when_the_run_ends(start, address, is_edited):
+    model = Forgets(start)
+    session = gaff.edit(model, {address: edits.scale(1.0)}) if is_edited else gaff.capture(model, address)
+    with pytest.raises(gaff.ExactnessError, match="caught an error .* runs such an op on another thread"), session:
+        model(torch.ones(2, 4))
+
+
+def test_a_list_of_sites_says_that_modules_were_called_elsewhere(model):
+    told = str(gaff.sites(model, torch.ones(1)))
+    assert "the forward called modules on another thread" in told

@@ -16,6 +16,7 @@ from gaff.address.grammar import (
     ANY_DEPTH,
     ATTENTIONS,
     OP_PORTS,
+    OUTPUT,
     STATE_PORTS,
     WEIGHTS,
     Address,
@@ -458,7 +459,12 @@ def _no_module(model: nn.Module, site: Site) -> str:
     if site.path in standard_names(by_path(model)):
         return f"{what}: it is one of its standard names; address it as names:{site.path}"
     graph = "; an exported graph knows only modules that ran operations" if hasattr(unwrap(model), "untold") else ""
-    return f"{what}{graph}; nearest: {', '.join(nearest(site.path, paths)) or 'none, see gaff.sites(model)'}"
+    return f"{what}{graph}; nearest: {_nearest(site.path, paths)}"
+
+
+def _nearest(wanted: str, paths: list[str], port: str = OUTPUT) -> str:
+    """The paths most like ``wanted`` as addresses, for a message."""
+    return ", ".join(str(Site(path, port=port)) for path in nearest(wanted, paths)) or "none, see gaff.sites(model)"
 
 
 def _no_state(model: nn.Module, site: Site, kind: str) -> str:
@@ -475,17 +481,22 @@ def _no_state(model: nn.Module, site: Site, kind: str) -> str:
         for path, module, _ in iter_modules(model)
         for name in (module._buffers if kind == "buffer" else module._parameters)
     ]
-    near = ", ".join(nearest(site.path, states)) or "none, see gaff.sites(model)"
+    near = _nearest(site.path, states, site.port)
     return f"no {kind} {site.path!r} in {type(model).__name__} of {len(states)} {kind}s; nearest: {near}"
 
 
 def _no_match(model: nn.Module, pattern: Pattern) -> str:
-    """The message for a pattern that finds nothing: classes where it asks for one, else the nearest paths."""
+    """The message for a pattern that finds nothing: what its port names, classes where it asks for one, or paths."""
     if not pattern.names:
         return f"pattern {str(pattern)!r} names no path: expected names before <{pattern.cls}>; say '**<{pattern.cls}>'"
     classes = sorted({type(module).__name__ for _, module, _ in iter_modules(model)})
     paths = [path for path, _, _ in iter_modules(model) if path]
     literal = ".".join(name.text for name in pattern.names)
-    hint = f"classes here: {', '.join(nearest(pattern.cls, classes) or classes[:8])}" if pattern.cls else ""
-    hint = hint or f"nearest: {', '.join(nearest(literal, paths)) or 'none, see gaff.sites(model)'}"
+    if pattern.port in STATE_PORTS:
+        kind = "buffer" if pattern.port == "buffer" else "parameter"
+        hint = f":{pattern.port} ends the path of a {kind}; '**:{pattern.port}' is that of every one"
+    elif pattern.cls:
+        hint = f"classes here: {', '.join(nearest(pattern.cls, classes) or classes[:8])}"
+    else:
+        hint = f"nearest: {_nearest(literal, paths)}"
     return f"pattern {str(pattern)!r} matches nothing in {type(model).__name__} of {len(paths)} modules; {hint}"

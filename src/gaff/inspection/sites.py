@@ -114,8 +114,9 @@ def list_sites(model: nn.Module, what: Sequence[Any], inputs: dict[str, Any], *,
     need_module(model)
     patterns, args = _split(what)
     rows = list(_iter_rows(model))
+    told: list[str] = []
     if args or inputs:
-        rows = _with_shapes(model, rows, tuple(args), inputs)
+        rows, told = _with_shapes(model, rows, tuple(args), inputs)
     elif ops:
         raise PlanError("ops are known only from a run: expected an example input, gaff.sites(model, x, ops=True)")
     by_module, notes = _ops_by_module(model, tuple(args), inputs) if ops else ({}, [])
@@ -140,7 +141,7 @@ def list_sites(model: nn.Module, what: Sequence[Any], inputs: dict[str, Any], *,
         listed = []
         for row in rows:
             listed += [row, *by_module.get(row.path, [])]
-    return Sites(type(model).__name__, listed, is_whole=not patterns, notes=notes)
+    return Sites(type(model).__name__, listed, is_whole=not patterns, notes=list(dict.fromkeys([*told, *notes])))
 
 
 def _ops_by_module(
@@ -202,8 +203,8 @@ def _iter_rows(model: nn.Module) -> Iterator[ModuleRow]:
 
 def _with_shapes(
     model: nn.Module, rows: list[ModuleRow], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[ModuleRow]:
-    """The rows with shapes, type and number of calls, from one traced run; ``kwargs`` are the model's."""
+) -> tuple[list[ModuleRow], list[str]]:
+    """The rows with shapes, type and number of calls, of one traced run, and its notes; ``kwargs`` are the model's."""
     trace = trace_run(model, args, kwargs, None, has_flops=False)
     calls: dict[str, list[Any]] = {}
     for call in trace.rows:
@@ -215,7 +216,7 @@ def _with_shapes(
         texts = (one.input, one.output, one.dtype) if one is not None else ("", "", "")
         values = {**asdict(row), "input": texts[0], "output": texts[1], "dtype": texts[2], "calls": len(seen)}
         shaped.append(ModuleRow(**values))
-    return shaped
+    return shaped, list(trace.notes)
 
 
 def _renamed(row: ModuleRow, site: str) -> ModuleRow:

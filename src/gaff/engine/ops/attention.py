@@ -149,7 +149,7 @@ class Weights:
             query = part(query.expand(*self.shape[:-2], *query.shape[-2:]))
             key = key if part.dim == -2 else part(key.expand(*self.shape[:-2], *key.shape[-2:]))
         scale = self._given.get("scale")
-        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale  # of no features all scores are 0
         if self.is_flex:
             return self._flexed(query, key, scale, at)
         root, sums = math.sqrt(abs(scale)), attention.sums_in(self.dtype)  # as torch, which multiplies both by the root

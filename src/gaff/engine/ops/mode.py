@@ -409,10 +409,10 @@ class _Modes(threading.local):
 _modes = _Modes()
 
 
-def scopes_of(frame: FrameType) -> list[Scope]:
-    """The scopes of the call on this thread to which what runs in ``frame`` belongs; none if nobody asks for ops."""
+def parts_of(frame: FrameType) -> list[CallShare]:
+    """For each session the call on this thread to which what runs in ``frame`` belongs; none if nobody asks for ops."""
     call = _modes.mode.top
-    return [part.scope for part in call.parts] if call is not None and call.owns(frame) else []
+    return list(call.parts) if call is not None and call.owns(frame) else []
 
 
 def drop(scopes: list[Scope]) -> None:

@@ -2,7 +2,8 @@
 
 Which number an op has on a worker thread depends on who is faster, so that such ops are no sites. While ops are asked
 for, what a module's own forward gives to a thread or a pool of threads is run under a mode that only looks at names: an
-op that somebody asked for raises there, any other is told once, in the receipt.
+op that somebody asked for raises there, and again at the end of the run, since whoever waits for a worker may not look
+at what it raised; any other is told once, in the receipt.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from gaff.compat.modes import nearest_call
-from gaff.engine.ops.mode import scopes_of
+from gaff.engine.ops.calls import CallShare
+from gaff.engine.ops.mode import parts_of
 from gaff.engine.ops.names import NAMES, name_of
-from gaff.engine.ops.scope import Scope
 from gaff.engine.replacements import Replacements
 from gaff.errors import PlanError
 
@@ -33,43 +34,47 @@ class _OnWorker(TorchFunctionMode):
 
     is_gaffs = True
 
-    def __init__(self, scopes: list[Scope]) -> None:
+    def __init__(self, parts: list[CallShare]) -> None:
         super().__init__()
-        self._scopes = scopes
+        self._parts = parts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raises PlanError where somebody asked for this op."""
         name = NAMES.get(func) or name_of(func)
         if name and nearest_call(sys._getframe(1)) is None:  # else it is an op of a module called there
-            for scope in self._scopes:
-                _meet(scope, name)
+            for part in self._parts:
+                _meet(part, name)
         return func(*args, **(kwargs or {}))
 
 
-def _meet(scope: Scope, name: str) -> None:
+def _meet(part: CallShare, name: str) -> None:
     """An op of this name runs on a worker: it raises if it is asked for, else the receipt tells of it once."""
+    scope = part.scope
     if scope.owner.clock.closed:
         return
     row = scope.row(name)
     if row.wants:
         kind = type(scope.owner.module).__name__
-        raise PlanError(
+        error = PlanError(
             f"{row.wants[0].site}: {kind} runs such an op on another thread, where ops are no sites: "
             "ask for the output of a module, or for ops that run on the thread of its forward"
         )
+        if part.run is not None:
+            part.run.fail(error)
+        raise error
     if UNSEEN not in scope.notes:
         scope.notes.append(UNSEEN)
 
 
 def _watched(function: Callable[..., Any], frame: FrameType) -> Callable[..., Any]:
     """``function``, to be run on another thread, under a mode if the call at ``frame`` is one whose ops are asked."""
-    scopes = scopes_of(frame)
-    if not scopes or not callable(function):
+    parts = parts_of(frame)
+    if not parts or not callable(function):
         return function
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _OnWorker(scopes):
+        with _OnWorker(parts):
             return function(*args, **kwargs)
 
     return run

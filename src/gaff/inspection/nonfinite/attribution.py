@@ -115,7 +115,8 @@ class Now:
         if self.is_spread and (not name or name in distributed.CONVERSIONS):
             name, cause = "", "another process made it: what this one had here was finite"
         elif not name:
-            cause = "no op of a module made it: it was there before, or came from NumPy, a custom Function or a hook"
+            unseen = "NumPy, a custom Function, a hook or another thread"
+            cause = f"no op of a module made it: it was there before, or came from {unseen}"
         where = Site(site.path or self.inside[-1], name or None)
         if site.path and site.port == "input":
             where = Site(self.inside[-2] if len(self.inside) > 1 else "", name) if name else site

@@ -144,12 +144,15 @@ def _attention(case: Case) -> str:
 
 
 def _normalised(case: Case) -> str:
-    """Norm layers with ``eps=0``, whose variance is 0 where all elements are equal: in float64, too."""
+    """Norm layers with ``eps=0``, where all elements are equal, or a running variance is 0: in float64, too."""
     at = {"layer_norm": 4, "group_norm": 4, "batch_norm": 7, "instance_norm": 7}.get(case.op)
     eps = case.kwargs.get("eps", 1e-5) if at is None else case.argument(at, "eps")
     if eps is None or eps or is_finite_in_float64(case):
         return ""
-    return f"division by zero variance: {case.op} with eps=0 on elements that are all equal"
+    is_running = case.op == "batch_norm" and not case.argument(5, "training")
+    is_running |= case.op == "instance_norm" and case.argument(5, "use_input_stats") is False
+    what = "and a running variance of 0" if is_running else "on elements that are all equal"
+    return f"division by zero variance: {case.op} with eps=0 {what}"
 
 
 def _std(case: Case) -> str:
