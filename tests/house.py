@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 41_050
-MOST_OF_CORE = 14_580
+MOST_LINES = 41_200
+MOST_OF_CORE = 14_650
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

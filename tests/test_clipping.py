@@ -686,6 +686,36 @@ def test_infinite_norms_do_not_enter_the_window_either():
     assert not handle._norms._norms[5:].isfinite().any()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("spike", ["clip", "skip"])
+def test_a_norm_that_is_not_finite_drives_none_out_of_a_full_window(fused, spike):
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, fused=fused)
+    with gaff.clip_gradients(optimizer, deviations=2.0, nonfinite="skip", spike=spike, warmup=4, window=4) as handle:
+        for value in (1.0, 2.0, 3.0, 1.0, 2.0, math.nan, 1000.0):
+            parameter.grad = torch.tensor([value])
+            optimizer.step()
+    last = torch.tensor([2.0, 3.0, 1.0, 2.0])
+    row = handle.audit.rows[-1]
+    assert row.limit == pytest.approx((last.mean() + 2 * last.std()).item())
+    assert (row.is_clipped, row.is_skipped) == (spike == "clip", spike == "skip")
+
+
+def test_views_of_a_skipped_step_are_not_those_of_the_next():
+    model = nn.ModuleDict({"a": nn.Linear(4, 1), "b": nn.Linear(4, 1)})
+    optimizer, scaler, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu"), torch.ones(2, 4)
+    with gaff.clip_gradients(optimizer, norm=0.5, model=model, views="b.weight") as handle:
+        scaler.scale((model["a"](x) + model["b"](x)).sum() * math.inf).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scaler.scale(model["a"](x).sum()).backward()
+        scaler.step(optimizer)
+        views = handle.views("b.weight")
+    assert views["scaled"] is None
+    assert views["unscaled"] is None
+
+
 def test_views_are_those_of_the_last_step():
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)

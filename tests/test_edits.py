@@ -428,6 +428,31 @@ def test_a_mean_of_whole_numbers_is_refused_and_rows_of_them_are_taken():
     assert edited(given, edits.ablate("resample", reference)).tolist()[0] in reference.tolist()
 
 
+def test_noise_of_gradients_is_drawn_anew_for_each_backward_pass():
+    torch.manual_seed(0)
+    model, alone = nn.Linear(4, 4), torch.zeros(4, requires_grad=True)
+    change = {"weight:grad": edits.noise(1.0), alone: edits.noise(1.0)}
+    found = []
+    for _ in range(2):
+        drawn, apart = [], []
+        with gaff.edit(model, change):
+            y = model(torch.zeros(2, 4))
+            for number in range(3):  # of one run
+                model.zero_grad()
+                y[number % 2].sum().backward(retain_graph=True)
+                drawn.append(model.weight.grad)
+            for _ in range(3):  # of none
+                alone.grad = None
+                (alone * 0).sum().backward()
+                apart.append(alone.grad)
+        found.append((drawn, apart))
+    for drawn, apart in found:
+        assert not any(torch.equal(drawn[0], other) for other in drawn[1:])
+        assert not any(torch.equal(apart[0], other) for other in apart[1:])
+    for one, other in zip(*found, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 def test_each_of_several_edits_at_one_site_draws_its_own_noise():
     """The first draws what it would draw alone; a recomputation and a second session draw the same again."""
     x = torch.zeros(4, 1000)

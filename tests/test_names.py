@@ -44,6 +44,15 @@ def test_names_are_those_that_the_model_itself_tells():
     torch.testing.assert_close(got["names:unembed"], logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_that_are_computed_in_another_type_than_values(dtype):
+    model = llama()
+    model.set_attn_implementation("eager")  # whose softmax is in float32
+    named = gaff.sites(model.to(dtype), tokens(), names=True)
+    assert {"attn.z.0", "attn.pattern.0"} <= {*named}
+    assert not named.refused
+
+
 def test_the_list_tells_addresses_and_the_identities_that_hold():
     model = llama()
     plain = gaff.sites(model, names=True)

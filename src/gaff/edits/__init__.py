@@ -105,8 +105,9 @@ def clip(norm: float, per: str = "tensor", dim: int = 0) -> Clip:
 def noise(std: float, seed: int = 0) -> Noise:
     """Add normal noise of standard deviation ``std``.
 
-    Drawn anew for each site, run, call and step from ``seed`` alone: the same in a recomputation and in a second
-    session, and the global random state is not touched. Of several edits at one site each draws its own noise.
+    Drawn anew for each site, run, call and step from ``seed`` alone, of gradients also for each backward pass: the same
+    in a recomputation and in a second session, and the global random state is not touched. Of several edits at one site
+    each draws its own noise.
     """
     seed, std = _need_whole(seed, "seed"), _need_number(std, "std")
     if not std >= 0 or math.isinf(std):

@@ -51,16 +51,19 @@ class Event(NamedTuple):
 class EventAmong(Event):
     """An event as one of several edits that act there, one after the other, is told of it.
 
-    ``which``: its place among the edits of the site, then in a list within it, and so on.
+    ``which``: its place among the edits of the site, then in a list within it, and so on. ``nth``: how many gradients
+    have come before with the same run and call, by other backward passes.
     """
 
     which: tuple[int, ...] = ()
+    nth: int = 0
 
 
-def among(event: Event, at: int) -> Event:
-    """The event as the edit with number ``at`` of those that get it is told of it."""
+def among(event: Event, at: int, nth: int | None = None) -> Event:
+    """The event as the edit with number ``at`` of those that get it is told of it, at its ``nth`` gradient."""
     told = EventAmong(*event)
     told.which = (*getattr(event, "which", ()), at)
+    told.nth = getattr(event, "nth", 0) if nth is None else nth
     return told
 
 
@@ -153,7 +156,9 @@ def need_callable(function: Any) -> Any:
 
 
 def generator(event: Event, seed: int, device: torch.device) -> torch.Generator:
-    """Random numbers that depend on seed, site, run, call and step alone, and leave every global state untouched.
+    """Random numbers that depend on seed, site, run, call and step, and leave every global state untouched.
+
+    Of a gradient they depend on how many have come before it for the same call, too, by other backward passes.
 
     The seed is a hash of all of them (BLAKE2b: Python's own ``hash`` of a text differs between processes), so that no
     event repeats the numbers of another, and a recomputation or a second session draws the same. Of several edits at
@@ -163,6 +168,7 @@ def generator(event: Event, seed: int, device: torch.device) -> torch.Generator:
     which = getattr(event, "which", ())
     last = max((at for at, number in enumerate(which) if number), default=-1)
     text += "".join(f"|{number}" for number in which[: last + 1])
+    text += f"|{event.nth} before" if getattr(event, "nth", 0) else ""
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     return torch.Generator(device=device).manual_seed(number)
 

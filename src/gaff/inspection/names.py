@@ -456,13 +456,14 @@ def _called(passed: NamedValues, site: Site, name: str) -> Tensor:
 def _mixed(pattern: Tensor, value: Tensor, width: int) -> Tensor:
     """Values mixed by attention weights ``[batch, heads, queries, keys]``, as ``[batch, queries, width]``.
 
-    ``width`` is that of all heads together; several heads may share the values of one.
+    ``width`` is that of all heads together; several heads may share the values of one. In float64: some models compute
+    their weights in another type than their values.
     """
     batch, heads = pattern.shape[:2]
     flat = _flat(value)
     groups = max(1, flat.shape[-1] * heads // width)
     split = flat.view(batch, -1, groups, width // heads).transpose(1, 2).repeat_interleave(heads // groups, 1)
-    return (pattern @ split).transpose(1, 2).reshape(batch, pattern.shape[2], -1)
+    return (pattern.double() @ split.double()).transpose(1, 2).reshape(batch, pattern.shape[2], -1)
 
 
 def _flat(value: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ A wrong shape, a write into the argument, or another result in a recomputation r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -37,6 +38,8 @@ from gaff.sessions.same_run import sources_of
 # and what it has taken from other sites of the run.
 FirstPass = tuple[float, tuple[Tensor, Tensor] | None, tuple[int, ...], tuple[Any, ...]]
 
+_MOST_CALLS = 4096  # of which gradients are counted: the last ones
+
 
 class CheckedEdit:
     """One edit at one site: called, mixed with what passed by a strength, and checked. Counts and measures nothing.
@@ -61,6 +64,7 @@ class CheckedEdit:
         self._any_event = None if uses_event(edit) else Event(site, name=name)  # made once, where it is not asked for
         self._constants = tuple(tensors_of(edit)) if edit.is_pure else ()
         self._sources = sources_of(edit)
+        self._gradients: Counter[tuple[int, int]] = Counter()  # by run and call: how many have come
 
     def change(self, value: Tensor, run: Any, call: int, strength: float) -> Tensor:
         """What the edit makes of ``value``, mixed by ``strength`` and checked: a tensor alike, and ``value`` untouched.
@@ -103,6 +107,17 @@ class CheckedEdit:
         """What the edit is told of the ``call``-th call in ``run``."""
         return among(Event(self._site, run.index, call, run.step, self._name), self.number)
 
+    def _event_now(self, run: Any, call: int) -> Event:
+        """The event that happens now; each gradient of one call has its number, since several passes may bring one."""
+        event = self.event(run, call)
+        if not event.is_gradient:
+            return event
+        key = run.index, call
+        self._gradients[key] += 1
+        if len(self._gradients) > _MOST_CALLS:
+            del self._gradients[next(iter(self._gradients))]
+        return among(Event(*event), self.number, self._gradients[key] - 1)
+
     def _made(self, value: Tensor, run: Any, call: int) -> Tensor:
         """What the edit makes of a whole tensor. Raises PlanError for what cannot take its place."""
         edit, is_pure = self._edit, self._is_pure
@@ -112,7 +127,7 @@ class CheckedEdit:
                 parameter, value = value, value.clone()
         mark = None if is_pure else memory.Mark(value)
         new: Tensor | Any
-        event = self._any_event or self.event(run, call)
+        event = self._any_event or self._event_now(run, call)
         if value.is_sparse:
             new = _change_sparse(edit, value, event)
         elif is_pure and elements.is_small_float(value):
@@ -199,9 +214,12 @@ class CheckedEdit:
         if isinstance(error, GaffError):
             raise type(error)(f"{self._site}: {error}") from error
         if self._is_pure and not is_of_handler(error):
-            kind = "" if value.layout == torch.strided else f" as {value.layout}"
-            what = f"{_text(value, value)}{kind}: {str(error).partition(chr(10))[0][:160]}"
-            raise PlanError(f"{self._site}: the edit does not fit {what}") from error
+            told = str(error).partition(chr(10))[0][:160]
+            if value.layout != torch.strided:
+                told = (
+                    f"torch has it for no {value.layout}; expected scale, clamp or clip, or a layer with sparse=False"
+                )
+            raise PlanError(f"{self._site}: the edit does not fit {_text(value, value)}: {told}") from error
 
     def _versions(self) -> tuple[int, ...]:
         """How often each constant was written to: another number than before means that it has changed."""

@@ -248,8 +248,9 @@ class _Window:
         if self._norms is None:
             wide = torch.promote_types(norm.dtype, torch.float32)
             self._norms = torch.full((self._size,), float("nan"), dtype=wide, device=norm.device)
-        self._norms[self._count % self._size] = norm
-        self._count += int(self._norms.device.type != "cpu" or bool(norm.isfinite()))
+        if self._norms.device.type != "cpu" or bool(norm.isfinite()):
+            self._norms[self._count % self._size] = norm
+            self._count += 1
 
     def limit(self, deviations: float, warmup: int, like: Tensor) -> Tensor:
         """The largest norm that is usual: the window's mean + ``deviations`` * standard deviation.
@@ -280,7 +281,8 @@ class _Views:
     def begin(self) -> None:
         """A step begins: what is left of the last one goes, and the parameters are copied as they are before it."""
         for name, parameter in self._parameters.items():
-            self._kept[name] = {"scaled": self._scaled.pop(name, None)}
+            scaled = self._scaled.pop(name, None)  # of a step that was skipped, where this one has no gradient
+            self._kept[name] = {"scaled": None if parameter.grad is None else scaled}
             self._before[name] = parameter.detach().clone()
 
     def note(self, station: str) -> None:
