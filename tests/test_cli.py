@@ -396,6 +396,11 @@ def test_texts_are_lines_of_their_file_and_padded_behind(capsys, tmp_path):
     labels = gaff.load(tmp_path / "acts").labels
     found = sorted(zip(labels["sample"][:].tolist(), labels["position"][:].tolist(), strict=True))
     assert found == [(0, at) for at in range(6)] + [(1, at) for at in range(3)]
+    assert "cut to" not in err
+    BertTokenizerFast(str(tmp_path / "vocab.txt"), model_max_length=5).save_pretrained(tmp_path)
+    code, _, err = run(capsys, *arguments, "--out", str(tmp_path / "cut"))
+    assert "gaff: 1 text of 2 cut to 5 tokens, the most that this tokenizer gives" in err
+    assert len(gaff.load(tmp_path / "cut").labels["token"]) == 5 + 3
     (tmp_path / "texts.txt").write_bytes("fisch und käse".encode("latin-1"))
     code, _, err = run(capsys, *arguments, "--out", str(tmp_path / "other"))
     assert code == 1

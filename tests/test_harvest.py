@@ -9,6 +9,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 import gaff
 from gaff.cli import main
+from gaff.harvesting import making
 
 ROWS, WIDTH = 210, 8
 
@@ -1257,3 +1259,80 @@ def test_rows_of_one_element_are_compared_whatever_their_stride(tmp_path):
     for _ in range(2):
         store = gaff.harvest(First(), [torch.full((1, 4), 2.0)], ":output", out=tmp_path / "acts")
         assert store[":output"][:].tolist() == [2.0]
+
+
+class Boxes(nn.Module):
+    """Takes more of each token than its id, and one number of each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block = nn.Embedding(50, 4), nn.Linear(4, 4)
+
+    def forward(self, input_ids, attention_mask=None, bbox=None, weight=None, labels=None):
+        assert labels is None
+        return self.block(self.embed(input_ids) + bbox + weight.view(-1, 1, 1))
+
+
+def test_a_data_set_gives_every_column_that_the_model_takes(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    ids = [[5, 6, 7], [8, 9]]
+    boxes = [[[at, at + 1, 2, number] for at in range(len(one))] for number, one in enumerate(ids)]
+    rows = {"input_ids": ids, "bbox": boxes, "weight": [0.5, 2.0], "labels": [0, 1], "text": ["a", "b"]}
+    model = Boxes()
+    store = gaff.harvest(model, datasets.Dataset.from_dict(rows), "block", out=tmp_path / "acts", rows="token")
+    samples = store.labels["sample"][:]
+    for number, one in enumerate(ids):
+        with torch.no_grad():
+            wanted = model(
+                torch.tensor([one]), None, torch.tensor([boxes[number]]), torch.tensor([rows["weight"][number]])
+            )
+        torch.testing.assert_close(store["block"][:][samples == number], wanted[0])
+    rows["bbox"] = [[[1, 2, 3, 4]], [[1, 2, 3, 4]]]  # not one for each token
+    with pytest.raises(gaff.PlanError, match="the model takes 'bbox', a column of the data set which is neither"):
+        gaff.harvest(model, datasets.Dataset.from_dict(rows), "block", out=tmp_path / "other", rows="token")
+
+
+@pytest.mark.parametrize("indices", [[0.5, 1.5], ["1", "0"]])
+def test_samplers_that_give_no_whole_numbers_are_refused(tmp_path, indices):
+    loader = DataLoader(TensorDataset(torch.randn(4, 3)), sampler=indices)
+    with pytest.raises(gaff.PlanError, match=r"the sampler gives .* for a sample: expected a whole number"):
+        gaff.harvest(nn.Identity(), loader, ":output", out=tmp_path / "acts")
+
+
+def test_rows_are_not_named_by_what_may_be_a_mask_or_numbers(tmp_path):
+    store = gaff.harvest(nn.Identity(), [torch.randn(4, 3)], ":output", out=tmp_path / "acts")
+    mask = torch.tensor([0, 0, 1, 1])
+    with pytest.raises(IndexError, match="a mask or numbers: expected bool for a mask, int64 for numbers"):
+        store[":output"][mask.to(torch.uint8)]
+    assert len(store[":output"][mask.bool()]) == 2
+
+
+@pytest.mark.parametrize("kind", [list, numpy.array])
+def test_tokens_may_be_lists_or_arrays_where_a_function_makes_tensors_of_them(tmp_path, kind):
+    ids = [[1, 2], [3, 4]]
+    store = gaff.harvest(
+        nn.Embedding(10, 4), [{"input_ids": kind(ids)}], ":output", out=tmp_path / "acts", rows="position",
+        inputs=lambda batch: torch.as_tensor(batch["input_ids"]),
+    )  # fmt: skip
+    assert store.labels["token"][:].tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ({1: "y"}, r"labels={1: 'y'}: expected {'name': key of the batch}"),
+        ({"y": ["y"]}, r"labels={'y': \['y'\]}: expected"),
+        (lambda batch: None, "labels gave None for a batch: expected a dict of names and columns"),
+        (lambda batch: {1: batch[:, 0]}, "for a batch: expected a dict of names and columns"),
+    ],
+)
+def test_slips_in_labels(tmp_path, labels, message):
+    with pytest.raises(gaff.PlanError, match=message):
+        gaff.harvest(nn.Identity(), [torch.randn(4, 3)], ":output", out=tmp_path / "acts", labels=labels)
+
+
+def test_rows_rounded_to_int8_are_alike_where_one_step_is_rounded_otherwise():
+    rows = torch.tensor([[1, -127, 5]], dtype=torch.int8)
+    assert making._is_alike(rows, rows + torch.tensor([1, 0, -1], dtype=torch.int8), 1)
+    assert not making._is_alike(rows, rows + torch.tensor([2, 0, 0], dtype=torch.int8), 1)
+    assert not making._is_alike(rows, rows + torch.tensor([1, 0, 0], dtype=torch.int8))

@@ -141,3 +141,33 @@ def test_labels_with_a_nan_and_rows_that_are_very_large(tmp_path):
 def test_the_part_behind_is_shown_also_where_none_is_meant(store, tmp_path):
     save_page(store, tmp_path / "a.html", show=lambda row, labels: ("head", "", " tail"))
     assert "head tail" in (tmp_path / "a.html").read_text(encoding="utf-8")
+
+
+def test_complex_rows_are_told_by_their_sizes_and_complex_labels_by_their_kind(tmp_path):
+    class Spectrum(nn.Module):
+        def forward(self, x):
+            return torch.fft.fft(x)
+
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    store = gaff.harvest(Spectrum(), [x], ":output", out=tmp_path / "acts", labels=lambda x: {"phase": x[:, 0] * 1j})
+    told = overview(store, features=2)
+    norms = torch.linalg.vector_norm(torch.fft.fft(x).to(torch.complex128), dim=1)
+    assert (told.sites[0].norms.low, told.sites[0].norms.high) == pytest.approx(
+        (float(norms.min()), float(norms.max()))
+    )
+    assert dict(told.labels)["phase"] == "complex64 for each row"
+
+
+def test_the_context_of_a_token_shows_where_tokens_were_not_kept(tmp_path):
+    from gaff.cli.store_page import _in_context
+
+    class Words:
+        def decode(self, ids):
+            return " ".join("abcdefgh"[one] for one in ids)
+
+    ids = torch.arange(8).unsqueeze(0)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    store = gaff.harvest(Tokens(), [batch], "embed", out=tmp_path / "acts", rows=lambda batch: (ids != 2) & (ids != 5))
+    show = _in_context(store, Words())
+    found = [show(row, {name: one[row].item() for name, one in store.labels.items()}) for row in range(6)]
+    assert [" ".join("".join(one).split()) for one in found] == ["a b … d e … g h"] * 6

@@ -355,7 +355,8 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
 
     if is_table(data):
         need_module(model)
-        data, inputs = table_loader(data, batch), inputs or known_inputs(model)
+        data = table_loader(data, batch)
+        inputs = inputs or known_inputs(model, data)
     options = HarvestOptions(
         rows, loss, inputs, mask, labels or {}, reduce, top,
         (sample_norms,) if isinstance(sample_norms, str) else sample_norms, dtype, nonfinite, shard, training,

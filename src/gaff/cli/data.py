@@ -7,6 +7,7 @@ disk, or a folder of images for a model that says how it wants them. Nothing is 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gaff.cli.models import Loaded, load_name
 from gaff.compat.extras import need
 from gaff.errors import PlanError
 from gaff.harvesting.sequences import OnDemand, by_length
+from gaff.views.text import counted
 
 _TABLE = "dataset_info.json"  # what a data set of Hugging Face on disk has beside its rows
 
@@ -82,7 +84,11 @@ def _texts(lines: list[str], columns: dict[str, list[Any]], path: Path, loaded: 
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"  # before a text it would move the positions that a model counts for itself
-    lengths = [len(ids) for ids in tokenizer(lines, truncation=True)["input_ids"]]
+    most = tokenizer.model_max_length
+    lengths = [len(ids) for ids in tokenizer(lines, verbose=False)["input_ids"]]
+    if cut := sum(length > most for length in lengths):
+        print(f"gaff: {counted(cut, 'text')} of {len(lines)} cut to {most} tokens, the most that this tokenizer gives",
+              file=sys.stderr)  # fmt: skip
 
     def together(numbers: list[int]) -> dict[str, Any]:
         texts = [lines[number] for number in numbers]
@@ -92,7 +98,8 @@ def _texts(lines: list[str], columns: dict[str, list[Any]], path: Path, loaded: 
         return {**tokenizer(texts, padding=True, truncation=True, return_tensors="pt"), **own}
 
     samples = OnDemand(range(len(lines)), int, _fingerprint("\n".join(lines)))
-    return DataLoader(samples, batch_sampler=by_length(lengths, batch), collate_fn=together)
+    batches = by_length([min(length, most) for length in lengths], batch)
+    return DataLoader(samples, batch_sampler=batches, collate_fn=together)
 
 
 def _images(path: Path, loaded: Loaded, batch: int) -> DataLoader[Any]:

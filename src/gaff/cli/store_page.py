@@ -59,17 +59,27 @@ def _show(store: Store, options: argparse.Namespace) -> Show | None:
 
 
 def _in_context(store: Store, tokenizer: Any) -> Show:
-    """The token of a row, and those beside it that are of the same sample."""
+    """The token of a row, and those beside it that are of the same sample; where some were not kept, three dots."""
+
+    def text(tokens: list[tuple[int, int]]) -> str:
+        runs: list[list[int]] = []
+        for number, (token, position) in enumerate(tokens):
+            if not number or position != tokens[number - 1][1] + 1:
+                runs.append([])
+            runs[-1].append(token)
+        return " … ".join(map(tokenizer.decode, runs))
 
     def show(row: int, labels: Mapping[str, Any]) -> Shown:
         first = max(0, row - _AROUND)
-        rows = slice(first, row + _AROUND + 1)
-        is_same = (store.labels["sample"][rows] == labels["sample"]).tolist()
-        tokens, at = store.labels["token"][rows].tolist(), row - first
-        before = [one for one, same in zip(tokens[:at], is_same[:at], strict=True) if same]
-        after = [one for one, same in zip(tokens[at + 1 :], is_same[at + 1 :], strict=True) if same]
-        head, tail = tokenizer.decode(before), tokenizer.decode(after)
-        return f"{head} ", tokenizer.decode([tokens[at]]) or "·", f" {tail}"
+        told = [store.labels[name][first : row + _AROUND + 1].tolist() for name in ("token", "position", "sample")]
+        at, here = row - first, labels["position"]
+        around = [one[:2] for one in zip(*told, strict=True) if one[2] == labels["sample"]]
+        before = [one for one in around if one[1] < here]
+        after = [one for one in around if one[1] > here]
+        head, tail = text(before), text(after)
+        head += " …" if before and before[-1][1] < here - 1 else ""
+        tail = ("… " if after and after[0][1] > here + 1 else "") + tail
+        return f"{head} ", tokenizer.decode([told[0][at]]) or "·", f" {tail}"
 
     return show
 

@@ -168,7 +168,8 @@ def generator(event: Event, seed: int, device: torch.device) -> torch.Generator:
     which = getattr(event, "which", ())
     last = max((at for at, number in enumerate(which) if number), default=-1)
     text += "".join(f"|{number}" for number in which[: last + 1])
-    text += f"|{event.nth} before" if getattr(event, "nth", 0) else ""
+    before = getattr(event, "nth", 0)
+    text += f"|{before} before" if before else ""
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     return torch.Generator(device=device).manual_seed(number)
 

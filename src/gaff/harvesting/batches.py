@@ -7,6 +7,7 @@ other iterable is gone through from its beginning: what it gives is compared wit
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -278,8 +279,8 @@ def _kind(value: Any) -> str:
 
 def _index(value: Any) -> int:
     try:
-        return int(value)
-    except (TypeError, ValueError):
+        return operator.index(value)
+    except TypeError:
         raise PlanError(
-            f"the sampler gives {value!r:.40} for a sample: expected a number; give an iterable of batches"
+            f"the sampler gives {value!r:.40} for a sample: expected a whole number; give an iterable of batches"
         ) from None

@@ -110,23 +110,25 @@ class _Again:
                 continue
             stored = self._job.out.rows(shard_path(self._shard.number, known.file), name, known).run(0, len(rows))
             is_own = name in labels and not is_reserved(name)
-            if not (elements.has_bits(stored, rows) or (not is_own and _is_alike(stored, rows))):
+            step = int(name in sites and self._job.options.is_rounded)
+            if not (elements.has_bits(stored, rows) or (not is_own and _is_alike(stored, rows, step))):
                 self._job.differs(
                     f"{name}: the first batch of shard {self._shard.number} gives other rows than it did (a hook, an "
                     "edit, a function or a setting of the model is another, or a label)"
                 )
 
 
-def _is_alike(one: Tensor, other: Tensor) -> bool:
+def _is_alike(one: Tensor, other: Tensor, step: int = 0) -> bool:
     """Whether rows are the same but for what another processor makes of them.
 
     A number may be off by 1e-4, in half precision by 2e-2, of its size plus the median size in its row (so that one
-    that is far larger than the others hides nothing); one in a thousand by twenty times as much. All chosen.
+    that is far larger than the others hides nothing); one in a thousand by twenty times as much. All chosen. Whole
+    numbers may be off by ``step``: 1 where they were rounded to int8.
     """
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
+        return torch.equal(one, other) or (step > 0 and bool(((one.int() - other.int()).abs() <= step).all()))
     share = 2e-2 if one.dtype.itemsize < 4 else 1e-4
     a, b = (value.to(torch.complex128 if value.is_complex() else torch.float64) for value in (one, other))
     is_finite = a.isfinite()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -61,6 +61,9 @@ class HarvestOptions:
         """Raise PlanError for an option that is not of the kind that it has to be."""
         if not callable(self.labels) and not isinstance(self.labels, Mapping):
             raise PlanError(f"labels={self.labels!r} is no mapping: expected {{'name': key of the batch}}")
+        for name, key in () if callable(self.labels) else self.labels.items():
+            if not isinstance(name, str) or not isinstance(key, Hashable):
+                raise PlanError(f"labels={{{name!r}: {key!r:.40}}}: expected {{'name': key of the batch}}")
         for name in ("training", "accept_changes"):
             need_truth(getattr(self, name), name)
         for name in ("loss", "inputs", "reduce"):

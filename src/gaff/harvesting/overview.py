@@ -95,8 +95,10 @@ def _site(store: Store, name: str, runs: list[tuple[int, int]], show: Show | Non
 
 
 def _dense(store: Store, name: str, first: int, last: int, width: int) -> Tensor:
-    """Rows as ``[rows, features]`` in float64; where only the largest of ``width`` were kept all others are 0."""
-    found = store[name][first:last].double()
+    """Rows as ``[rows, features]`` in float64, of complex numbers their sizes; where only the largest of ``width`` were
+    kept all others are 0."""
+    found = store[name][first:last]
+    found = (found.abs() if found.is_complex() else found).double()
     if width:
         places = store.labels[PLACE_OF + name][first:last].long()
         found = torch.zeros(*places.shape[:-1], width, dtype=found.dtype, device="cpu").scatter_(-1, places, found)
@@ -177,8 +179,9 @@ def _histogram(norms: Tensor) -> Histogram:
 
 def _values(column: Column) -> str:
     """What a label holds: each value with how often it comes, or from where to where they go."""
-    if len(column.shape) > 1:
-        return f"{list(column.shape[1:])} of {str(column.dtype).removeprefix('torch.')} for each row"
+    if len(column.shape) > 1 or column.dtype.is_complex:
+        shape = f"{list(column.shape[1:])} of " if len(column.shape) > 1 else ""
+        return f"{shape}{str(column.dtype).removeprefix('torch.')} for each row"
     often: Counter[Any] = Counter()
     ends: list[Any] = []
     missing = 0

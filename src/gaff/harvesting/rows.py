@@ -46,7 +46,7 @@ class Selection:
                     "mask= with the key that tells padding, or rows='position' for every position"
                 )
         if self._mask is None and self._dims > 1:
-            tokens = column(given.batch, _TOKENS)
+            tokens = _tokens(given.batch)
             if isinstance(tokens, Tensor) and tokens.dim() == self._dims:
                 self._shape = tuple(tokens.shape)
 
@@ -98,7 +98,7 @@ class Selection:
         labels = {"sample": self._given.samples[places[:, 0]]}
         if self._dims > 1:
             labels["position"] = places[:, 1].to(torch.int32)
-            tokens = column(self._given.batch, _TOKENS)
+            tokens = _tokens(self._given.batch)
             if tokens is not None and tuple(tokens.shape) == self._shape:
                 labels["token"] = tokens.cpu()[tuple(places.T)]
         for name, values in own.items():
@@ -149,6 +149,15 @@ def column(batch: Any, key: Any) -> Any:
     return batch[key] if hasattr(batch, "keys") and key in batch.keys() else None  # noqa: SIM118  # tokenizers' batches
 
 
+def _tokens(batch: Any) -> Tensor | None:
+    """The ids of a batch's tokens as a tensor; None where it has none, or ragged ones."""
+    found = column(batch, _TOKENS)
+    try:
+        return None if found is None else torch.as_tensor(found, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
 def _other_masks(batch: Any) -> list[str]:
     """The keys of a batch that are called a mask, one of which may tell what is padding."""
     keys = list(batch.keys()) if hasattr(batch, "keys") else []
@@ -158,7 +167,10 @@ def _other_masks(batch: Any) -> list[str]:
 def own_columns(batch: Any, labels: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]) -> dict[str, Any]:
     """The user's columns of one batch. Raises PlanError for a key that the batch has not."""
     if callable(labels):
-        return dict(labels(batch))
+        made: Any = labels(batch)
+        if not isinstance(made, Mapping) or not all(isinstance(name, str) for name in made):
+            raise PlanError(f"labels gave {made!r:.40} for a batch: expected a dict of names and columns")
+        return dict(made)
     found = {name: column(batch, key) for name, key in labels.items()}
     for name, value in found.items():
         if value is None:

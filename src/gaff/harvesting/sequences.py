@@ -16,6 +16,7 @@ from gaff.errors import PlanError, whole_number
 
 _TOKENS, _MASK = "input_ids", "attention_mask"
 _KNOWN = (_TOKENS, _MASK, "token_type_ids", "position_ids")
+_LABELS = ("label", "labels", "label_ids", "next_sentence_label", "start_positions", "end_positions", "mc_labels")
 
 
 def is_table(data: Any) -> bool:
@@ -26,9 +27,9 @@ def is_table(data: Any) -> bool:
 def table_loader(table: Any, batch: int) -> DataLoader[Any]:
     """Batches of a data set that has its tokens in the column ``input_ids``, by length; padded with 0.
 
-    ``attention_mask`` is made where it is not there. Columns of numbers come along, and those of as many numbers as a
-    sequence has tokens; all others (texts, and where some sample has none) are left out. Raises PlanError for a data
-    set that has no tokens, is streamed or consists of parts, and for a sequence of none.
+    ``attention_mask`` is made where it is not there. Columns of numbers come along, and those with a number, or numbers
+    of one shape, for each token; all others (texts, and where some sample has none) are left out. Raises PlanError for
+    a data set that has no tokens, is streamed or consists of parts, and for a sequence of none.
     """
     if isinstance(table, dict):
         raise PlanError(f"data has the parts {', '.join(map(str, table))}: expected one of them, such as data['train']")
@@ -57,16 +58,32 @@ def _short_floats(features: Any) -> dict[str, torch.dtype]:
     return {name: known[kind] for name, kind in kinds.items() if kind in known}
 
 
-def tokens_of(known: tuple[str, ...], batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a model is given of a batch of ``table_loader``: the columns that it knows, and none of the labels."""
-    return {name: batch[name] for name in known if name in batch}
+def tokens_of(known: Mapping[str, bool], batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a model is given of a batch of ``table_loader``: the columns that it knows, and none of the labels.
+
+    ``known``: by name whether the data set has such a column. Numbers of 64 bits, as Python's are, are given in torch's
+    default type. Raises PlanError for a column that is not in the batch.
+    """
+    lost = next((name for name, is_there in known.items() if is_there and name not in batch), None)
+    if lost is not None:
+        raise PlanError(
+            f"the model takes {lost!r}, a column of the data set which is neither numbers nor as many as a sample has "
+            "tokens: expected a DataLoader that makes tensors of it, or a data set without it"
+        )
+    given = {name: batch[name] for name in known if name in batch}
+    return {
+        name: one.to(torch.get_default_dtype()) if one.dtype == torch.float64 else one for name, one in given.items()
+    }
 
 
-def known_inputs(model: nn.Module) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """``tokens_of`` for the arguments of a model's ``forward``."""
+def known_inputs(model: nn.Module, loader: DataLoader[Any]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """``tokens_of`` for the arguments of a model's ``forward``: the columns of ``table_loader`` that it names."""
+    table: Any = loader.dataset
+    columns = list(table[0]) if len(table) else []
     parameters = inspect.signature(model.forward).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return partial(tokens_of, tuple(name for name in _KNOWN if takes_all or name in parameters))
+    names = dict.fromkeys((*_KNOWN, *(name for name in columns if name in parameters and name not in _LABELS)))
+    return partial(tokens_of, {one: one in columns for one in names if takes_all or one in parameters})
 
 
 def by_length(lengths: Sequence[int], batch: int) -> list[list[int]]:
@@ -106,8 +123,8 @@ def _padded(types: Mapping[str, torch.dtype], samples: list[dict[str, Any]]) -> 
             tensors = [_numbers(values)]
         elif all(isinstance(one, list) for one in values) and [len(one) for one in values] == sizes:
             tensors = list(map(_numbers, values))
-        known = [one for one in tensors if one is not None and one.dim() == 1]
-        if not known or len(known) != len(tensors):
+        known = [one for one in tensors if one is not None]
+        if not known or len(known) != len(tensors) or len({one.shape[1:] for one in known}) > 1:
             continue
         made = pad_sequence(known, True) if isinstance(values[0], list) else known[0]
         found[name] = made.to(types[name]) if name in types and made.is_floating_point() else made

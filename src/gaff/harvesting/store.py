@@ -69,6 +69,8 @@ class Column:
             if wanted.shape != (len(self),):
                 raise IndexError(f"a mask of shape {list(wanted.shape)} for {len(self)} rows")
             wanted = wanted.nonzero().flatten()
+        if wanted.dtype == torch.uint8 and not isinstance(index, list):
+            raise IndexError("rows by uint8, a mask or numbers: expected bool for a mask, int64 for numbers")
         return self.gather(wanted)
 
     def gather(self, wanted: Tensor) -> Tensor:
