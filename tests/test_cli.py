@@ -88,6 +88,51 @@ def test_apply_runs_a_model_under_a_plan_and_tells_what_changed(capsys, tmp_path
     assert "the plan edits gradients: add --backward or --loss" in err
 
 
+ODD_MODELS = """
+import torch
+from torch import nn
+
+class Odd(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin, self.run, self.count = nn.Linear(4, 4), run, 0
+        self.register_buffer("out", torch.zeros(2, 4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            return self.run(self, x)
+
+def counts(self, x):
+    self.count += 1
+    return self.lin(x) * self.count
+
+returns_a_buffer = Odd(lambda self, x: self.out.copy_(self.lin(x)))
+writes_into_its_input = Odd(lambda self, x: x.add_(self.lin(x)))
+sparse = Odd(lambda self, x: self.lin(x).to_sparse())
+nested = Odd(lambda self, x: torch.nested.as_nested_tensor([self.lin(x)[0], x[1][:2]], layout=torch.jagged))
+small = Odd(lambda self, x: self.lin(x).to(torch.float8_e4m3fn))
+counting = Odd(counts)
+x = torch.ones(2, 4)
+"""
+
+
+@pytest.mark.parametrize("name", ["returns_a_buffer", "writes_into_its_input", "sparse", "nested", "small", "counting"])
+@pytest.mark.filterwarnings("ignore")
+def test_apply_compares_what_two_runs_gave(capsys, tmp_path, plan, name):
+    file = tmp_path / f"odd_{name}.py"
+    file.write_text(ODD_MODELS)
+    found = {}
+    for factor in (1.0, 3.0):
+        path = plan({"lin": gaff.edits.scale(factor)})
+        code, out, err = run(capsys, "apply", path, f"{file}:{name}", f"{file}:x", "--json")
+        assert code == 0, err
+        found[factor] = json.loads(out)["outputs"][0]["changed"]
+        assert ("it keeps something that is no buffer" in err) == (name == "counting")
+    if name != "counting":
+        assert found == {1.0: "0/6" if name == "nested" else "0/8", 3.0: "4/6" if name == "nested" else "8/8"}
+
+
 def test_apply_says_what_does_not_fit(capsys, tmp_path, plan):
     for changes, message in (
         ({"nosuch": gaff.edits.zero()}, "no module 'nosuch' in DigitNet"),

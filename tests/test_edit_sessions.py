@@ -1,5 +1,6 @@
 """Sessions of edits: receipts, order, switches, handles, skipped modules, plans as files, messages."""
 
+import contextlib
 import copy
 import itertools
 import math
@@ -1112,3 +1113,14 @@ def test_nobody_asks_whether_a_module_is_true():
     with gaff.capture(model, "0.weight:grad") as got:
         model(torch.ones(2, 3)).sum().backward()
     assert torch.equal(got["0.weight:grad"], model[0].weight.grad)
+
+
+@pytest.mark.parametrize("site", ["a", "a:grad_output", "a.weight:grad"])
+def test_a_receipt_says_that_the_edit_raised(site):
+    def fails(value):
+        raise ValueError("mine")
+
+    model, x = two()
+    with gaff.edit(model, {site: fails}) as edited, contextlib.suppress(ValueError):
+        model(x).sum().backward()
+    assert edited.receipt.rows[0].reason == "it raised ValueError: mine"

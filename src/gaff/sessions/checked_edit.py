@@ -45,6 +45,7 @@ class CheckedEdit:
     """One edit at one site: called, mixed with what passed by a strength, and checked. Counts and measures nothing.
 
     ``has_failed``: its last event ended in an error; closing must then not complain that the edit never acted.
+    ``raised``: each such error as text, and how often it came.
     ``reached``: what sees that the edit of a standard name comes to where that is read, if it is made elsewhere.
     """
 
@@ -55,6 +56,7 @@ class CheckedEdit:
         """
         self._name = name
         self.has_failed = False
+        self.raised: Counter[str] = Counter()
         self.reached: Any = None
         self.number = number
         self._meshes = tuple(meshes)
@@ -92,6 +94,8 @@ class CheckedEdit:
             raise
         except Exception as error:
             self.has_failed = True
+            told = str(error).partition("\n")[0]
+            self.raised[f"it raised {type(error).__name__}: {told:.120}"] += 1
             self._raise_ours(error, value)
             note(error, f"gaff: in the edit at {self._site}, run {run.index}, call {call}")
             raise

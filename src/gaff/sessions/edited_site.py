@@ -274,7 +274,7 @@ class EditedSite(Stream):
 
     def row(self) -> ReceiptRow:
         """What happened so far, as a row of the receipt. Waits for the device."""
-        reasons = [*self._reasons.items(), *((text, 1) for text in self.lost)]
+        reasons = [*self._reasons.items(), *self.checked.raised.items(), *((text, 1) for text in self.lost)]
         if self._passed:
             reasons.append((f"let pass {self._passed} times, by when(), off() or a strength of 0", 1))
         if not self.size.hits and not reasons:
