@@ -313,7 +313,7 @@ def not_finite(case: RunCase) -> Claim | None:
     """A NaN or inf whose place is known. Certain that it came; where the loss had risen before, or was far too large at
     first, only what it came from is told by another cause."""
     finding = case.found("nonfinite")
-    if finding is None or case.rise is not None or case.is_too_large_at_first:
+    if finding is None or case.rise is not None or case.begins_far_above:
         return None
     return Claim("nonfinite", "certain", finding.message or told_of(finding), origin_of(finding), finding.since,
                  finding.remedy, tuple(one.rule for one in case.findings if one is not finding))  # fmt: skip
@@ -323,17 +323,20 @@ def not_finite(case: RunCase) -> Claim | None:
 def input_far_from_zero(case: RunCase) -> Claim | None:
     """Inputs in their own units, where something follows from them: saturated or dead units, steps or losses too large.
 
-    Likely where that is so, the finding alone stands as a symptom.
+    Likely where that is so, the finding alone stands as a symptom. So is a loss that begins far above guessing and is
+    not finite soon.
     """
     finding = case.found("input_scale")
-    after = case.found("saturated", "dead_units", "initial_loss", "exploding", "vanishing", "update_large", "diverging",
-                       "loss_spike", "init_imbalance", "zero_gradient")  # fmt: skip
+    broken = case.found("nonfinite") if case.begins_far_above else None
+    after = broken or case.found("saturated", "dead_units", "initial_loss", "exploding", "vanishing", "update_large",
+                                 "diverging", "loss_spike", "init_imbalance", "zero_gradient")  # fmt: skip
     if finding is None or after is None:
         return None
     return Claim("input_scale", "likely", told_of(finding), (evidence_of(finding), evidence_of(after)), finding.since,
                  finding.remedy,
                  ("saturated", "dead_units", "initial_loss", "exploding", "vanishing", "update_large", "diverging",
-                  "loss_spike", "init_imbalance", "zero_gradient", "sparse_gradient", "learning_rate_too_high"),
+                  "loss_spike", "init_imbalance", "zero_gradient", "sparse_gradient", "learning_rate_too_high",
+                  *(("nonfinite",) if broken is not None else ())),
                  ("lr=0.1x", "blind"))  # fmt: skip
 
 

@@ -404,7 +404,7 @@ def _case(record: Record) -> RunCase:
         by_severity(record.findings), record.steps, len(record.looks), losses, lr, guesses(told),
         max(optimizers, default=1), record.experiments, unstepped,
         SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search, is_raised, last),
-        2 * sum(map(acts, looks)) > len(looks),
+        4 * sum(map(acts, looks)) > len(looks),
         {name: factor_of(name, told) for name in losses},
         Evaluations(record.evaluated(part.rank), _is_evaluated_alike(part, looks)),
         _reach(looks),

@@ -63,11 +63,11 @@ class RunCase:
     first; ``guess``: what guessing gives, by the name of a loss: of a mean cross entropy among its classes, of
     other losses the mean (or median) of the targets; ``optimizers``: how many train; ``experiments``: what came of
     running it again with one thing changed, where that was done; ``unstepped``: what is told where no optimizer
-    made a step; ``single``: what is told of single steps; ``is_acting``: most steps are those of an agent, whose
-    loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was multiplied by
-    before its backward pass; ``evaluated``: what was heard of evaluations; ``reach``: the usual least and largest
-    target of a batch, of squared and absolute errors, None without any; ``order``: of labels, where the data comes in
-    the order of them.
+    made a step; ``single``: what is told of single steps; ``is_acting``: a quarter of the steps or more are those of an
+    agent, whose loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was
+    multiplied by before its backward pass; ``evaluated``: what was heard of evaluations; ``reach``: the usual least and
+    largest target of a batch, of squared and absolute errors, None without any; ``order``: of labels, where the data
+    comes in the order of them.
     """
 
     findings: tuple[Finding, ...]
@@ -106,14 +106,14 @@ class RunCase:
         return len(values) >= 12 and rises and 0 < 1000 * values[0] <= values[-1]
 
     @property
-    def is_too_large_at_first(self) -> bool:
+    def begins_far_above(self) -> bool:
         """Whether the first loss of a regression is a hundred times what guessing gives, and its targets are near zero.
 
         A model that returns zeros would have at most a twenty-fifth of that loss, which is above 25: one that begins
         with numbers of about one is not too large for targets that are tiny. Of classes, whose scores count in the loss
-        as they are, a thousand times. Not where inputs are far from zero.
+        as they are, a thousand times.
         """
-        if self.loss is None or self.is_acting or self.found("input_scale") is not None:
+        if self.loss is None or self.is_acting:
             return False
         name, curve = self.loss
         if self.reach is None:

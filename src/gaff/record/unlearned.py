@@ -120,13 +120,14 @@ def targets_far_from_zero(case: RunCase) -> Claim | None:
 
 @cause
 def begins_too_large(case: RunCase) -> Claim | None:
-    """A model that returns far too much at first, as a recurrence does that grows from step to step.
+    """A model that returns far too much at first, as a recurrence does that grows from step to step, of inputs that are
+    not far from zero.
 
     Where something follows from it: gradients or updates that are too large, a loss that rises, jumps or becomes NaN,
     or one that has not come down to a tenth above guessing in a hundred steps or more.
     """
     harm = case.found("nonfinite", "exploding", "diverging", "update_large", "half_range")
-    if case.loss is None or not case.is_too_large_at_first:
+    if case.loss is None or not case.begins_far_above or case.found("input_scale") is not None:
         return None
     name, curve = case.loss
     reach = "" if case.reach is None else f", and no target is above {max(map(abs, case.reach)):.4g} in magnitude"

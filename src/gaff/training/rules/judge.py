@@ -51,6 +51,9 @@ class Track:
     message: str
 
 
+_OF_DATA = ("input_scale",)
+
+
 class Judge:
     """Asks the rules about each look. ``alarm`` is called once for every rule and model that comes to hold.
 
@@ -128,11 +131,13 @@ class Judge:
 
         Made anew from all tracks each time. What a finding that is not over explains (``hides`` of its rule) is left
         out, in the same model or, where one of the two is of the run as a whole, in any; not what names the examples
-        that it began with.
+        that it began with. A spike whose batch shows nothing is none of an agent's loss, which follows what it meets,
+        and jumps where its targets are those of newer weights.
         """
-        found = [*self._direct, *self._grouped()]
-        direct = {one.rule for one in self._direct}
-        found = [one for at, one in enumerate(found) if at < len(self._direct) or one.rule not in direct]
+        told = [one for one in self._direct
+                if one.rule != "loss_spike" or "batch_indices" in one.evidence or not self.past.is_acting]  # fmt: skip
+        direct = {one.rule for one in told}
+        found = [*told, *(one for one in self._grouped() if one.rule not in direct)]
         hidden = {(name, one.model) for one in found if not one.is_over for name in self._hides(one.rule)}
         kept = [one for one in found if "batch_indices" in one.evidence
                 or (not any((one.rule, model) in hidden for model in ("", one.model))
@@ -161,13 +166,16 @@ class Judge:
         """The findings of rules: of each rule and model the places whose hits are enough, in number and share.
 
         The share is of the looks since the first hit at that place: a symptom that begins late in a long run is found
-        as soon as one that was there from the beginning.
+        as soon as one that was there from the beginning. What all looks tell of the data is enough where values are
+        not finite after few of them: no other is to come.
         """
         found: dict[tuple[str, str], list[tuple[Key, Track]]] = {}
         for (name, key), track in self._tracks.items():
             one = next(one for one in self._rules if one.name == name)
             share = track.hits / max(1, self._looks[one.phase] - track.began)
-            if track.hits >= one.least and share >= one.share:
+            is_short = self._is_nonfinite and name in _OF_DATA
+            least = min(one.least, max(1, self._looks[one.phase])) if is_short else one.least
+            if track.hits >= least and share >= one.share:
                 found.setdefault((name, key[0]), []).append((key, track))
         return [self._finding(name, places) for (name, _), places in found.items()]
 

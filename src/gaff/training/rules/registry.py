@@ -103,6 +103,11 @@ class Past:
     has_leaked: bool = False  # at the first step outputs of a sequence have told of later tokens
     forbidden: dict[Key, int] = field(default_factory=dict)  # how many -inf a parameter held when it was first seen
 
+    @property
+    def is_acting(self) -> bool:
+        """Whether a quarter of the looks or more were at steps of what acts: an agent takes random actions at first."""
+        return 4 * self.acting > self.looks
+
 
 LEAST_TARGETS = 8  # of a batch, before it says anything that they are all alike
 

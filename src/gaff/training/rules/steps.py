@@ -251,13 +251,14 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
     """The update is exactly zero in every element read, while the gradient is not (an MPS bug looked like this).
 
     Of a large parameter a sample is read: where most of its gradient is zero, as an embedding's, nothing is said of it.
-    Gradients a thousand times smaller than the model's largest are left out: a bias before BatchNorm has only noise. So
-    are steps that change nothing at all, of L-BFGS, whose line search finds nothing better once it has arrived, and in
-    runs of which a loss has fallen to half; and gradients above 1e18, whose squares overflow in what Adam keeps, which
-    divides by their root: they explode, and that is told.
+    Gradients a thousand times smaller than the model's largest are left out: a bias before BatchNorm has only noise.
+    So are steps that change nothing at all, of L-BFGS, whose line search finds nothing better once it has arrived, and
+    in runs of which a loss has fallen to half; all steps once one has fallen to 1e-4 of itself, where what is left to
+    learn may be lost to rounding; and gradients above 1e18, whose squares overflow in what Adam keeps, which divides by
+    their root: they explode, and that is told.
     """
     has_arrived = sample.facts.get("searches") or any(has_fallen(past, name, 0.5) for name in past.losses)
-    if has_arrived and _is_still(sample):
+    if (has_arrived and _is_still(sample)) or any(has_fallen(past, name, 1e-4) for name in past.losses):
         return
     largest: dict[str, float] = {}
     for key, row in sample.port("grad").items():

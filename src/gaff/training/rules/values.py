@@ -345,10 +345,9 @@ def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
     them above each of these: what batches of a few examples make of a loss is no rise.
 
     A negative loss that keeps falling beyond a hundred times its first magnitude, and beyond -100, diverges as well.
-    Not where most steps run the model eight times or more for each loss, with sixteen examples at most: an agent's loss
-    follows its returns.
+    Not where it acts (``Sample.is_acting``) in a quarter of the looks: an agent's loss follows its returns.
     """
-    if sample.facts.get("optimizers", 1) != 1 or 2 * past.acting > past.looks:
+    if sample.facts.get("optimizers", 1) != 1 or past.is_acting:
         return
     for name, first in past.losses.items():
         recent = past.recent.get(name)

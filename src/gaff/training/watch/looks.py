@@ -121,10 +121,12 @@ class Looks:
             self._calls.switch(is_on=True)
             sampled.root_given(model.name, self._models.path_of(module), args, kwargs)
             sampled.facts.setdefault("batch", step_facts.batch_size(args, kwargs))
+            sampled.facts.setdefault("acted", self.modes.has_acted)
             sampled.facts.setdefault("precision", step_facts.precision(module))
             if sampled.facts["batch"] <= 2 and (norms := step_facts.batch_norms(module)):
                 sampled.facts["batch_norm"] = {model.name: norms}
             self._setup.batch_given(module, args, kwargs)
+        self.modes.has_acted = False
 
     def evaluation_begins(
         self, step: int, model: Model, module: nn.Module, given: tuple[Any, Any], distance: int
@@ -142,6 +144,7 @@ class Looks:
         runs = 1 + (self._calls.passing.passed if self._evals else 0)  # those before it that were only counted
         self._calls.passing.passed = 0
         self._evals += runs
+        self.modes.has_acted |= step_facts.is_single(*given)
         since = self._listen(step)
         if module.training and not torch.is_grad_enabled() and not step_facts.renews_statistics():
             self._in_training_mode[model.name] = self._in_training_mode.get(model.name, 0) + runs

@@ -23,6 +23,7 @@ class TrainingModes:
         self._ran: set[str] = set()  # with gradients in eval mode, in this step
         self._is_any_in_training = False
         self._matters: dict[str, bool] = {}  # by model, whether its mode does
+        self.has_acted = False  # a single example was given to a call that does not train, since the last that does
 
     def trains(self, model: Model, module: nn.Module) -> bool:
         """Whether a call of ``module``, which belongs to ``model``, is one that trains.
