@@ -116,11 +116,12 @@ def loss_calls(told: Callable[[str, Any, Tensor, dict[str, Any]], Tensor]) -> Fu
     return FunctionCalls(LOSSES, given)
 
 
-def drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of one of ``DROPOUTS`` draws random numbers."""
+def drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Which share of what it is given a call of one of ``DROPOUTS`` sets to zero: 0 where it is not active."""
     known = {**dict(zip(_ARGUMENTS.get(name, ("input", "p", "training")), args, strict=False)), **kwargs}
     is_on = known.get("training", name in _ON_BY_DEFAULT)
-    return bool(is_on and (known.get("dropout_p", 0.0) if name == ATTENTION else known.get("p", 0.5)))
+    share = known.get("dropout_p", 0.0) if name == ATTENTION else known.get("p", 0.5)
+    return float(share) if is_on else 0.0
 
 
 def calling_module() -> nn.Module | None:

@@ -253,9 +253,10 @@ def nll_of_scores(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def targets_no_probabilities(sample: Sample, past: Past) -> Iterator[Hit]:
     """The targets of binary_cross_entropy, with logits or without, below 0 or above 1, where they lie on the CPU.
-    Certain."""
+    Certain. Not labels with noise on them, from -0.3 to 1.3, where a discriminator has an optimizer of its own."""
     found = sample.facts.get("outside")
-    if found:
+    is_noise = found and found["low"] >= -0.3 and found["high"] <= 1.3 and sample.facts.get("optimizers", 1) > 1
+    if found and not is_noise:
         yield Hit(("", ""), f"the loss {found['loss']!r} is a binary cross entropy, and its targets go from "
                   f"{found['low']:.4g} to {found['high']:.4g}", low=found["low"], high=found["high"])  # fmt: skip
 

@@ -277,10 +277,10 @@ def nothing_loaded(sample: Sample, past: Past) -> Iterator[Hit]:
     ),
 )
 def dropout_high(sample: Sample, past: Past) -> Iterator[Hit]:
-    """A dropout module with a p of 0.9 or more in training mode, while no loss has fallen to a half."""
+    """A dropout, a module or a function, with a p of 0.9 or more in training, while no loss has fallen to a half."""
     if any(has_fallen(past, name, 0.5) for name in past.losses):
         return
-    for (model, path), share in sample.facts.get("dropouts", {}).items():
+    for (model, path), share in {**sample.facts.get("dropouts", {}), **sample.facts.get("dropped", {})}.items():
         if share >= 0.9:
             yield Hit((model, path), f"a dropout sets a share of {share:.4g} of what it is given to zero", p=share)
 

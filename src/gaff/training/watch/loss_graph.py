@@ -156,6 +156,7 @@ def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: di
     if one == "LogSoftmaxBackward" and is_picked:
         _note_softmax(chain[at], name, found, is_end=False, is_of_nll=True)
     if one == "SoftmaxBackward":
+        before = next((place for place in range(at - 1, -1, -1) if not _is_passed(names[place])), 0)  # log(p + 1e-9)
         is_end = all(_is_view(other) or other in _ENDS or other.startswith(_OF_TARGETS) for other in names[:at])
         _note_softmax(
             chain[at],

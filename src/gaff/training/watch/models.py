@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -190,6 +191,11 @@ class Models:
                 for model in self.all:
                     model.reread()
         return None
+
+    def stepped_by(self, optimizer: Any) -> set[str]:
+        """The names of the models that the first parameters of an optimizer's groups belong to, as far as known."""
+        first = (next(iter(group["params"]), None) for group in optimizer.param_groups)
+        return {self.owner_of(one) for one in first} - {""}
 
     def owner_of(self, leaf: Tensor | None) -> str:
         """The name of the model that a parameter belongs to; empty where none has it.

@@ -201,7 +201,7 @@ class SampledStep:
         if entry is None and self.is_open:
             self.runs.passed_by(module, self._models)
         elif entry is not None and self.is_open:
-            if entry.kind == "dropout" and module.training:
+            if entry.kind == "dropout" and module.training:  # functions are heard, too, where no code is compiled
                 self.facts.setdefault("dropouts", {})[entry.model, entry.path] = float(getattr(module, "p", 0.0))
             if isinstance(module, _OVER_SEQUENCES) and args and isinstance(args[0], Tensor) and args[0].dim() == 3:
                 told = {"batch_first": module.batch_first, "shape": tuple(args[0].shape)}

@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from gaff.address.resolve import join, unwrap
 from gaff.compat import elements
 from gaff.compat.compiler import has_asked_to_compile
-from gaff.engine.process.functions import ATTENTION, FunctionCalls, loss_calls
+from gaff.engine.process.functions import ATTENTION, DROPOUTS, FunctionCalls, calling_module, drops, loss_calls
 from gaff.training.watch import step_facts
 from gaff.training.watch.batch_layout import BatchLayout
 from gaff.training.watch.models import Models
@@ -38,7 +38,9 @@ class SetupFacts:
         self._note_target = shield.around(self._target)
         self._attended = attended
         heard = FunctionCalls((ATTENTION,), shield.around(self._attention_called), is_after=True)
-        self._calls = loss_calls(self._loss_called), heard
+        dropped = FunctionCalls(DROPOUTS, shield.around(self._dropped))
+        self._calls = loss_calls(self._loss_called), heard, dropped
+        self._shares: dict[tuple[str, str], float] = {}  # that dropouts set to zero, by model and path
         self._targets: list[dict[str, Any]] = []
         self._labels: dict[tuple[str, int], Tensor] = {}  # how often each class has come, by function and their number
         self._tokens = TokenFacts()
@@ -53,7 +55,7 @@ class SetupFacts:
         for calls in self._calls:
             calls.switch(is_on=is_on and not has_asked_to_compile())
         if is_on:
-            self._targets, self._tokens, self._layout = [], TokenFacts(), BatchLayout()
+            self._targets, self._tokens, self._layout, self._shares = [], TokenFacts(), BatchLayout(), {}
             self._latest, self._fingerprint = self._fingerprint or self._latest, ""
 
     def batch_given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -97,7 +99,7 @@ class SetupFacts:
     def take(self) -> dict[str, Any]:
         """The facts of the step that was looked at; tensors in them may be on a device."""
         facts: dict[str, Any] = {"targets": tuple(self._targets), **self._tokens.take(),
-                                 **self._layout.take()}  # fmt: skip
+                                 "dropped": self._shares, **self._layout.take()}  # fmt: skip
         entries = self._models.entries
         unmatched = [(entries.get(unwrap(module)), told) for module, told in self._unmatched.items()]
         facts["unmatched"] = [{**told, "model": one.model, "path": one.path} for one, told in unmatched if one]
@@ -107,6 +109,13 @@ class SetupFacts:
         if self._batches:
             facts["batches"] = {"count": self._batches, "begun": self._begun}
         return facts
+
+    def _dropped(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A dropout is called, by a module of its own or as a function inside another."""
+        module = calling_module() if torch.is_grad_enabled() else None
+        entry = self._models.entries.get(module) if module is not None else None
+        if entry is not None and (share := drops(name, args, kwargs)):
+            self._shares[entry.model, entry.path] = max(share, self._shares.get((entry.model, entry.path), 0.0))
 
     def _loss_called(self, name: str, output: Any, target: Tensor, known: dict[str, Any]) -> Tensor:
         self._note_target(name, output, target, known)

@@ -42,13 +42,18 @@ class TrainingModes:
             return not self._is_any_in_training
         return model.name in self._trained
 
-    def stepped(self) -> None:
-        """An optimizer has ended a step of the run: what is called from now on belongs to the next one."""
+    def stepped(self, owners: set[str]) -> None:
+        """An optimizer has ended a step of the run: what is called from now on belongs to the next one.
+
+        ``owners``: the models whose parameters it holds, as far as they are known. Others that ran do not train, as a
+        frozen encoder before a head.
+        """
+        ran = self._ran & owners if owners else self._ran
         if self._is_any_in_training:
             self._trained = set()
         elif self._ran:
-            self._trained = (self._trained or set()) | self._ran
-            self._in_eval |= {name for name in self._ran if self._matters[name]}
+            self._trained = (self._trained or set()) | ran
+            self._in_eval |= {name for name in ran if self._matters[name]}
         self._ran.clear()
         self._is_any_in_training = False
 

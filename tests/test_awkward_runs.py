@@ -1,0 +1,168 @@
+"""Runs that people make and that look odd from outside: what is healthy is not accused, and faults are named as they are."""
+
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gaff
+
+
+def test_a_fit_that_is_perfect_is_not_called_one_that_does_not_move(tmp_path):
+    """A coordinate network whose loss falls to 1e-15: steps of its last bias are lost to rounding then."""
+    torch.manual_seed(0)
+    line = torch.linspace(-1, 1, 8)
+    at = torch.stack(torch.meshgrid(line, line, indexing="ij"), -1).view(-1, 2)
+    target = torch.sin(3 * at[:, :1]) * at[:, 1:]
+
+    class Sine(nn.Module):
+        def __init__(self, given, made, bound):
+            super().__init__()
+            self.linear = nn.Linear(given, made)
+            nn.init.uniform_(self.linear.weight, -bound, bound)
+
+        def forward(self, x):
+            return torch.sin(30 * self.linear(x))
+
+    model = nn.Sequential(Sine(2, 64, 0.5), Sine(64, 64, math.sqrt(6 / 64) / 30), nn.Linear(64, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+    with gaff.watch(model, optimizer, out=tmp_path / "run"):
+        for _ in range(400):
+            optimizer.zero_grad()
+            F.mse_loss(model(at), target).backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert min(record.scalar("loss").values) < 1e-12
+    assert record.verdict.state == "healthy", str(record.verdict)
+
+
+@pytest.mark.parametrize("is_replayed", [True, False])
+def test_an_agent_whose_targets_come_from_older_weights_is_no_run_whose_data_changes(tmp_path, is_replayed):
+    """Loss jumps whenever the target network takes the newer weights; the same jumps without an agent are told."""
+    torch.manual_seed(0)
+    random.seed(0)
+    states, eye = 8, torch.eye(8)
+    online, target = (nn.Sequential(nn.Linear(states, 32), nn.ReLU(), nn.Linear(32, 2)) for _ in range(2))
+    target.load_state_dict(online.state_dict())
+    optimizer = torch.optim.Adam(online.parameters(), 2e-3)
+    seen, state, made = [], 0, 0
+    with gaff.watch(online, optimizer, out=tmp_path / "run"):
+        for step in range(2400):
+            if is_replayed and random.random() > 0.5:
+                with torch.no_grad():
+                    action = int(online(eye[state]).argmax())
+            else:
+                action = random.randrange(2)
+            then = max(0, state - 1) if action == 0 else state + 1
+            is_over = then == states - 1
+            seen.append((state, action, 1.0 if is_over else -0.1, then, float(is_over)))
+            state = 0 if is_over else then
+            if len(seen) <= 64 or step % 2:
+                continue
+            old, action, reward, new, over = map(torch.tensor, zip(*random.sample(seen, 64), strict=True))
+            with torch.no_grad():
+                wanted = reward + 0.95 * (1 - over) * target(eye[new]).max(1).values
+            optimizer.zero_grad()
+            F.mse_loss(online(eye[old]).gather(1, action[:, None])[:, 0], wanted).backward()
+            optimizer.step()
+            made += 1
+            if made % 150 == 0:
+                target.load_state_dict(online.state_dict())
+    verdict = gaff.load(tmp_path / "run").verdict
+    assert (verdict.state == "healthy") is is_replayed, str(verdict)
+
+
+def test_labels_with_noise_on_them_are_what_a_discriminator_may_be_given(tmp_path):
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+    judge = nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+    of_made, of_judge = (torch.optim.Adam(one.parameters(), 5e-4, betas=(0.5, 0.999)) for one in (made, judge))
+    loss = nn.BCEWithLogitsLoss()
+    with gaff.watch(out=tmp_path / "run"):
+        for _ in range(60):
+            angle = torch.rand(64) * 6.283
+            true, false = torch.stack([angle.cos(), angle.sin()], 1), made(torch.randn(64, 8))
+            of_judge.zero_grad()
+            real = loss(judge(true), torch.empty(64, 1).uniform_(0.7, 1.2))
+            (real + loss(judge(false.detach()), torch.empty(64, 1).uniform_(0, 0.3))).backward()
+            of_judge.step()
+            of_made.zero_grad()
+            loss(judge(false), torch.ones(64, 1)).backward()
+            of_made.step()
+    assert "targets_no_probabilities" not in {one.rule for one in gaff.load(tmp_path / "run").findings}
+
+
+def test_inputs_in_their_own_units_are_told_where_the_loss_breaks_at_once(tmp_path):
+    torch.manual_seed(0)
+    x = torch.stack(
+        [torch.rand(512) * 5, torch.rand(512) * 50, torch.randn(512) * 800 + 1400, torch.randn(512) - 120], 1
+    )
+    y = 0.5 * x[:, :1] + 0.2 * torch.randn(512, 1)
+    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gaff.watch(model, optimizer, out=tmp_path / "run"):
+        for _ in range(100):
+            rows = torch.randint(512, (64,))
+            optimizer.zero_grad()
+            F.mse_loss(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    verdict = gaff.load(tmp_path / "run").verdict
+    assert verdict.name == "input_scale", str(verdict)
+
+
+@pytest.mark.parametrize("is_under_no_grad", [True, False])
+def test_a_head_on_a_frozen_encoder_is_one_more_model(tmp_path, is_under_no_grad):
+    """Whether the encoder runs under ``no_grad``, or in eval mode with parameters that ask for no gradient."""
+    torch.manual_seed(0)
+    x = torch.randn(512, 32)
+    y = x[:, :5].argmax(1)
+    encoder = nn.Sequential(nn.Linear(32, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 16))
+    decoder, head = nn.Linear(16, 32), nn.Linear(16, 5)
+    with gaff.watch(out=tmp_path / "run"):
+        optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], 2e-3)
+        for at in range(100):
+            rows = slice(at % 8 * 64, (at % 8 + 1) * 64)
+            optimizer.zero_grad()
+            loss = F.mse_loss(decoder(encoder(x[rows])), x[rows])
+            loss.backward()
+            optimizer.step()
+        encoder.eval().requires_grad_(False)
+        optimizer = torch.optim.SGD(head.parameters(), 0.1)
+        for at in range(100):
+            rows = slice(at % 8 * 64, (at % 8 + 1) * 64)
+            optimizer.zero_grad()
+            with torch.set_grad_enabled(not is_under_no_grad):
+                given = encoder(x[rows])
+            loss = F.cross_entropy(head(given), y[rows])
+            loss.backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert len(record.scalar("loss").values) == 100
+    assert len(record.scalar("loss#2").values) == 100
+    assert "for the first of 2 models" in str(record.verdict)
+
+
+def test_a_dropout_that_is_a_function_is_told_as_a_module_is(tmp_path):
+    class Drops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 4)
+
+        def forward(self, x):
+            return self.last(F.dropout(F.relu(self.first(x)), 0.95, self.training))
+
+    torch.manual_seed(0)
+    x, model = torch.randn(512, 16), Drops()
+    y = x[:, :4].argmax(1)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with gaff.watch(model, optimizer, out=tmp_path / "run"):
+        for at in range(60):
+            rows = slice(at % 8 * 64, (at % 8 + 1) * 64)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    found = gaff.load(tmp_path / "run").findings
+    assert [(one.rule, one.evidence["p"]) for one in found if one.rule == "dropout_high"] == [("dropout_high", 0.95)]
