@@ -1124,3 +1124,13 @@ def test_a_receipt_says_that_the_edit_raised(site):
     with gaff.edit(model, {site: fails}) as edited, contextlib.suppress(ValueError):
         model(x).sum().backward()
     assert edited.receipt.rows[0].reason == "it raised ValueError: mine"
+
+
+def test_the_receipt_of_edits_that_were_never_opened_says_so():
+    model, x = two()
+    edited = gaff.edit(model, {"a": edits.zero()})
+    model(x)
+    assert "these edits were never opened: use with gaff.edit(...)" in str(edited.receipt)
+    with edited:
+        model(x)
+    assert "never opened" not in str(edited.receipt)

@@ -454,3 +454,18 @@ def test_a_program_that_catches_what_a_guard_raises_goes_on_with_other_batches(h
                 continue
             made.append(step)
     assert made == [0, 2, 3, 4, 5]
+
+
+def test_runs_that_no_step_has_followed_are_told_as_unread():
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.guard(model) as guard:
+        model(x).sum().backward()
+    assert "no optimizer made a step after the last runs: gradients of theirs were not looked at" in repr(guard)
+    with gaff.guard(model) as guard:
+        model(x).sum().backward()
+        optimizer.step()
+    assert not guard.notes
+    with gaff.guard(model) as guard, torch.no_grad():
+        model(x)
+    assert not guard.notes

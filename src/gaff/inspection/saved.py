@@ -151,4 +151,4 @@ def _parsed(text: str) -> dict[str, Any]:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {"": found}
+    return found if isinstance(found, dict) and found else {"": found}

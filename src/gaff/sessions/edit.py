@@ -125,6 +125,9 @@ class Editing:
         """What happened so far, site by site. Reads the numbers from their device."""
         rows = rows_of([stream.row() for stream in self._streams if not stream.spawned], self._missing)
         notes, armed = tuple(self._session.notes), len(self._session.lingering or ())
+        notes = (
+            notes if self._session.was_opened else (*notes, "these edits were never opened: use with gaff.edit(...)")
+        )
         return Receipt(rows, self._session.runs, notes, self._plan.optional, is_edit=True, armed=armed)
 
     def on(self, pattern: Named | None = None) -> None:

@@ -33,6 +33,8 @@ from gaff.training.guard_runs import KEPT, KeptRuns, Probe, are_finite
 from gaff.training.guard_search import OPEN, OriginSearch
 from gaff.views.text import counted
 
+UNREAD = "no optimizer made a step after the last runs: gradients of theirs were not looked at"
+
 
 class Guard:
     """A context that raises or warns at the first NaN or inf, with its origin; see ``gaff.guard``. Opens once.
@@ -102,11 +104,14 @@ class Guard:
 
     def __repr__(self) -> str:
         told = f"{counted(self.steps, 'step')} looked at, {counted(len(self.reports), 'report')}"
+        told += f"; {UNREAD}" if UNREAD in self.notes else ""
         return f"<gaff guard of {type(self._model).__name__}: {told}>"
 
     def _look_last(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Look at what no step has looked at when the block ends, or explain the exception that ends it."""
         if error is None:
+            if any(one.has_grad for one in self._runs.batches):
+                self.notes.append(UNREAD)
             self._check_forward()
             self._check_parameters()
         elif isinstance(error, Exception) and not isinstance(error, NonFiniteError):

@@ -146,7 +146,7 @@ def never_trained(sample: Sample, past: Past) -> Iterator[Hit]:
     "no_gradient",
     severity="warning",
     means="a parameter never gets a gradient: it never changes",
-    cause="its module is not called, or its output does not reach the loss (detach, no_grad, an integer op)",
+    cause="what its module makes does not reach the loss (detach, no_grad, an integer op, a call that is missing)",
     remedy="gaff.trace(model, x, backward=...) tells where the graph ends; or set requires_grad=False if it is meant",
     least=3,
     share=0.95,

@@ -314,7 +314,7 @@ def _notes(
     if looks.is_endless:
         told.append("no optimizer's step came for long: the first runs were looked at, then no more")
     elif not has_steps:
-        told.append("no torch.optim.Optimizer made a step: all runs count as one step, and its loss is their mean")
+        told.append("no optimizer that is watched made a step: all runs count as one step, and its loss is their mean")
     if calls.has_compiled_function:
         told.append("a function was compiled: modules were not looked at, only parameters, gradients and losses")
     for model in models.all:
