@@ -370,7 +370,10 @@ def _lost_at_once(case: RunCase) -> Finding | None:
 
 @cause
 def steps_too_small(case: RunCase) -> Claim | None:
-    """Updates that are tiny beside the weights, and a loss that does not fall: a learning rate that is too low."""
+    """Updates that are tiny beside the weights, and a loss that does not fall: a learning rate that is too low.
+
+    Possible only where the loss begins below two thirds of guessing: the model was trained before, and may have arrived.
+    """
     finding = case.found("update_small", "never_updated")
     if (
         finding is None
@@ -384,7 +387,11 @@ def steps_too_small(case: RunCase) -> Claim | None:
     told = finding.evidence.get("lr")
     rate = told if isinstance(told, float) and told > 0 else _rate(case)[0]
     text = "the learning rate is too low" if rate is None else f"a learning rate of {rate:.3g} is too low"
-    return Claim("learning_rate_too_low", "likely", text, (evidence_of(finding),), finding.since,
+    name, curve = case.loss if case.loss is not None else ("", None)
+    was_trained = curve is not None and 0 < curve.start < 2 / 3 * case.guess.get(name, 0.0)
+    text += ", or the model had learned before what there is to learn" if was_trained else ""
+    return Claim("learning_rate_too_low", "possible" if was_trained else "likely", text, (evidence_of(finding),),
+                 finding.since,
                  "raise the learning rate until an update is about a thousandth of its weight", ("nothing_learned",
                  "update_small", "never_updated"), ("lr=10x", f"lr={_factor(finding):g}x"))  # fmt: skip
 
