@@ -5,11 +5,15 @@ import sys
 
 import pytest
 import torch
+from hypothesis import settings
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import inside
 from gaff.compat.compiler import has_asked_to_compile, has_compiled
+
+settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's
+settings.load_profile("untimed")
 
 GLOBAL_TABLES = (
     "_global_forward_hooks",

@@ -51,7 +51,7 @@ def test_a_global_norm_has_the_bits_of_torch(dtype, scale, norm_type):
     assert all(torch.equal(one, other.grad) for one, other in zip(found, theirs, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.floats(-(2.0**50), 2.0**50, width=32), min_size=0, max_size=5), min_size=1, max_size=4),
     st.floats(1e-3, 1e3),

@@ -584,7 +584,7 @@ nested = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(["a", "h.*:grad_output", "**<Linear>", "x.w:grad"]), nested, min_size=1))
 def test_a_plan_is_saved_and_loaded_as_it_was(tmp_path_factory, changes):
     path = tmp_path_factory.mktemp("plan") / "plan.json"

@@ -175,7 +175,7 @@ def test_the_number_of_threads_changes_no_bit(compiled):
     assert torch.equal(rows[0], rows[2])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.floats(width=32), max_size=60), st.integers(0, 60), st.integers(0, 60))
 def test_parts_merge_to_the_whole_in_any_order(values, first, second):
     if kernel.load() is None:

@@ -372,7 +372,7 @@ def _lost_at_once(case: RunCase) -> Finding | None:
 def steps_too_small(case: RunCase) -> Claim | None:
     """Updates that are tiny beside the weights, and a loss that does not fall: a learning rate that is too low.
 
-    Possible only where the loss begins below two thirds of guessing: the model was trained before, and may have arrived.
+    Possible only where a loss begins below two thirds of guessing: the model was trained before, and may have arrived.
     """
     finding = case.found("update_small", "never_updated")
     if (
