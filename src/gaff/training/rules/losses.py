@@ -142,7 +142,8 @@ def labels_constant(sample: Sample, past: Past) -> Iterator[Hit]:
         return
     what = f"all {told[0]['count']} targets of a batch are {told[0]['low']:.4g}"
     if kinds > 1:
-        what += f", and others in other batches ({kinds} were seen alone): the data is in the order of its labels"
+        what = f"all {told[0]['count']} targets of a batch are alike, and others in other batches ({kinds} were seen " \
+               "alone): the data is in the order of its labels"  # fmt: skip
     yield Hit(("", ""), what, target=told[0]["low"], classes=kinds)
 
 
