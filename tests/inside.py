@@ -170,6 +170,7 @@ SHARDED = {
     "test_what_a_module_returns_of_its_weight_after_a_step": PARTS,
     "test_tensors_and_parameters_tell_the_edited_gradient_whoever_came_first": "FSDP2 gives its unit an alias of an input",
     "test_weights_of_every_step": "what FSDP2 gathers is copied at once, by reference too",
+    "test_noise_of_gradients_is_drawn_anew_for_each_backward_pass": "a further pass adds to what FSDP2 tells later",
     "test_an_address_that_names_nothing_raises": NAMES,
     "test_bad_input_is_refused_before_anything_is_installed": NAMES,
     "test_gradient_penalty_has_bare_bits": AGAIN,

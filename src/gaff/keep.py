@@ -170,6 +170,10 @@ def _matrix(width: int, size: int, seed: int, device: torch.device, dtype: torch
 _KINDS: dict[str, Any] = {"part": Part, "heads": Heads, "reduce": Reduce, "projection": Projection}
 
 
+def __dir__() -> list[str]:
+    return ["channels", "heads", "mean", "norm", "positions", "project", "rows"]
+
+
 def rows(index: int | slice | Sequence[int], dim: int = 0) -> Part:
     """Keep some examples of a batch: ``rows(0)``, ``rows(slice(0, 4))``, ``rows([1, 5])``. One keeps its dimension."""
     return Part(_index(index), _one(dim, "dim"))

@@ -52,6 +52,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def scale(factor: float | Tensor) -> Scale:
     """Multiply by ``factor``: a number, or a tensor that broadcasts to what passes."""
     return Scale(_need_factor(factor, "factor"))
