@@ -166,3 +166,122 @@ def test_a_dropout_that_is_a_function_is_told_as_a_module_is(tmp_path):
             optimizer.step()
     found = gaff.load(tmp_path / "run").findings
     assert [(one.rule, one.evidence["p"]) for one in found if one.rule == "dropout_high"] == [("dropout_high", 0.95)]
+
+
+def steps_of(model, optimizer, out, count, batch, loss_of):
+    with gaff.watch(model, optimizer, out=out):
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss_of(*batch()).backward()
+            optimizer.step()
+    return gaff.load(out)
+
+
+def test_a_weight_that_never_moved_is_told_also_where_the_loss_has_fallen_far(tmp_path):
+    """Updates of a LayerNorm in bfloat16 are lost to rounding, while the bias goes to targets near a hundred."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 1))
+    model[1].to(torch.bfloat16)
+    weight, x = model[1].weight, torch.randn(64, 4)
+    optimizer = torch.optim.SGD([{"params": [weight], "lr": 1e-12}, {"params": model[2].parameters()}], lr=0.05)
+    model.forward = lambda x: model[2](model[1](model[0](x).bfloat16()).float())
+    record = steps_of(
+        model, optimizer, tmp_path / "run", 800, lambda: (x,), lambda x: F.mse_loss(model(x), torch.full((64, 1), 99.0))
+    )
+    assert record.scalar("loss").values[-1] < 1e-4 * record.scalar("loss").values[0]
+    assert "never_updated" in {one.rule for one in record.findings}
+
+
+@pytest.mark.parametrize("kind", ["pairs that are validated", "one example again", "batches of one"])
+def test_ordinary_trainings_do_not_act(tmp_path, kind):
+    """Ids of one dimension in an evaluation after each step, the same probe at each step, a teacher beside batches of one."""
+    torch.manual_seed(0)
+    if kind == "pairs that are validated":
+        embed = nn.Embedding(50, 8)
+        seen, held = torch.randint(50, (2, 64)), torch.randint(50, (2, 500))
+        optimizer = torch.optim.SGD(embed.parameters(), 3.0)
+
+        def loss():
+            with torch.no_grad():
+                embed(held[0])
+            return (embed(seen[0]) * embed(seen[1])).sum(1).sub(1).square().mean()
+
+        model = embed
+    else:
+        model, many = nn.Linear(6, 1), kind == "one example again"
+        x, teacher = torch.randn(32 if many else 1, 6), nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1.5)
+
+        def loss():
+            with torch.no_grad():
+                if many:
+                    model(x[:1])
+                wanted = teacher(x)
+            return F.mse_loss(model(x), wanted)
+
+    record = steps_of(model, optimizer, tmp_path / "run", 60, tuple, loss)
+    looks = [one for _, one in record.events("look") if one.get("phase") == "train"]
+    assert looks
+    assert sum(bool(one.get("acted")) for one in looks) <= 1
+
+
+def test_two_models_of_one_optimizer_train_in_eval_mode(tmp_path):
+    torch.manual_seed(0)
+    first, second = (nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).eval() for _ in range(2))
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.01)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for _ in range(30):
+            optimizer.zero_grad()
+            scores = first(torch.randn(8, 6)) @ second(torch.randn(8, 6)).T
+            F.cross_entropy(scores, torch.arange(8)).backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert {one.model for one in record.findings if one.rule == "eval_mode_in_training"} == {"first", "second"}
+    assert set(record.scalar("samples").values) == {16}
+
+
+@pytest.mark.parametrize("kind", ["in the data", "a logarithm"])
+def test_a_nan_of_known_origin_is_not_put_on_the_scale_of_inputs(tmp_path, kind):
+    torch.manual_seed(0)
+    x = (torch.rand(160, 32, 6) * 200 + 300) * 5
+    y = x[..., :1] / 100
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 3e-4)
+    if kind == "in the data":
+        x[120, 3, 2] = math.nan
+    at = iter(range(160))
+
+    def loss(step):
+        made = model(x[step])
+        return F.mse_loss(torch.log(made - made.max()) if kind == "a logarithm" and step >= 120 else made, y[step])
+
+    verdict = steps_of(model, optimizer, tmp_path / "run", 160, lambda: (next(at),), loss).verdict
+    assert (verdict.name, verdict.since) == ("nonfinite", 120), str(verdict)
+
+
+def test_targets_beyond_one_are_told_where_two_optimizers_share_a_model(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), torch.rand(64, 8) * 1.4 - 0.2
+    first, last = torch.optim.SGD(model[0].parameters(), 0.1), torch.optim.AdamW(model[2].parameters(), 1e-3)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for _ in range(30):
+            model.zero_grad()
+            F.binary_cross_entropy_with_logits(model(x), x).backward()
+            first.step()
+            last.step()
+    assert "targets_no_probabilities" in {one.rule for one in gaff.load(tmp_path / "run").findings}
+
+
+@pytest.mark.parametrize("is_turned", [True, False])
+def test_scores_with_classes_first_are_normalised_over_the_classes(tmp_path, is_turned):
+    torch.manual_seed(0)
+    x, model = torch.randn(96, 8), nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 5))
+    y = x[:, :5].argmax(1)
+
+    def loss():
+        made = model(x)
+        scores = torch.log((made.T if is_turned else made).softmax(0) + 1e-9)
+        return F.nll_loss(scores.T if is_turned else scores, y)
+
+    record = steps_of(model, torch.optim.Adam(model.parameters(), 1e-3), tmp_path / "run", 60, tuple, loss)
+    assert ("softmax_axis" in {one.rule for one in record.findings}) is not is_turned

@@ -1064,3 +1064,17 @@ def test_what_is_seen_in_a_model_and_began_outside_of_it_is_looked_for_again(cap
     assert cause in out
     code, out, _ = run(capsys, "nan", str(path))
     assert "gaff nan --again runs the script once more" in out
+
+
+def test_a_package_whose_parts_import_each_other(tmp_path, capsys, monkeypatch):
+    package = tmp_path / "a_ring_of"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .net import Net\n")
+    (package / "widths.py").write_text("width = 3\n")
+    (package / "net.py").write_text(
+        "import torch\nfrom .widths import width\n\n\ndef Net():\n    return torch.nn.Linear(width, 2)\n"
+    )
+    (package / "alone.py").write_text("import torch\nfrom widths import width\nmodel = torch.nn.Linear(width, 2)\n")
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, "sites", "a_ring_of/net.py:Net")[0] == 0
+    assert run(capsys, "sites", "a_ring_of/alone.py:model")[0] == 0  # as a script that is run there

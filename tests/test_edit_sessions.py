@@ -1130,7 +1130,7 @@ def test_the_receipt_of_edits_that_were_never_opened_says_so():
     model, x = two()
     edited = gaff.edit(model, {"a": edits.zero()})
     model(x)
-    assert "these edits were never opened: use with gaff.edit(...)" in str(edited.receipt)
+    assert "never opened: use it in a with block, or attach()" in str(edited.receipt)
     with edited:
         model(x)
     assert "never opened" not in str(edited.receipt)

@@ -461,7 +461,7 @@ def test_runs_that_no_step_has_followed_are_told_as_unread():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with gaff.guard(model) as guard:
         model(x).sum().backward()
-    assert "no optimizer made a step after the last runs: gradients of theirs were not looked at" in repr(guard)
+    assert "no optimizer of the model made a step: gradients were not looked at" in repr(guard)
     with gaff.guard(model) as guard:
         model(x).sum().backward()
         optimizer.step()

@@ -1287,6 +1287,17 @@ def test_a_data_set_gives_every_column_that_the_model_takes(tmp_path):
                 torch.tensor([one]), None, torch.tensor([boxes[number]]), torch.tensor([rows["weight"][number]])
             )
         torch.testing.assert_close(store["block"][:][samples == number], wanted[0])
+
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, *args, **kwargs):
+            return self.inner(*args, **kwargs)
+
+    again = gaff.harvest(Wrapper(), datasets.Dataset.from_dict(rows), "inner.block", out=tmp_path / "b", rows="token")
+    assert torch.equal(again["inner.block"][:], store["block"][:])
     rows["bbox"] = [[[1, 2, 3, 4]], [[1, 2, 3, 4]]]  # not one for each token
     with pytest.raises(gaff.PlanError, match="the model takes 'bbox', a column of the data set which is neither"):
         gaff.harvest(model, datasets.Dataset.from_dict(rows), "block", out=tmp_path / "other", rows="token")

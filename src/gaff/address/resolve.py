@@ -494,7 +494,8 @@ def _no_match(model: nn.Module, pattern: Pattern) -> str:
     literal = ".".join(name.text for name in pattern.names)
     if pattern.port in STATE_PORTS:
         kind = "buffer" if pattern.port == "buffer" else "parameter"
-        hint = f":{pattern.port} ends the path of a {kind}; '**:{pattern.port}' is that of every one"
+        everything = f"'**:{pattern.port}' is that of every one"
+        hint = f":{pattern.port} ends the path of a {kind}; {'there is none' if literal == '**' else everything}"
     elif pattern.cls:
         hint = f"classes here: {', '.join(nearest(pattern.cls, classes) or classes[:8])}"
     else:

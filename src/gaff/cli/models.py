@@ -6,6 +6,7 @@ What a spec names is imported, built or read here. A model of torchvision or tim
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import pickle
@@ -82,13 +83,13 @@ def _is_own(item: Any, module: ModuleType) -> bool:
 def _import_file(path: Path) -> ModuleType:
     """A file as a module, its folder first on the path, as if it were run; imported once.
 
-    One of a package (``__init__.py`` beside it) has the name that it has there, so that it may import relatively.
+    One that imports relatively is imported as a part of its package, by the name that it has there.
     """
     if not path.is_file():
         raise PlanError(f"{str(path)!r} is no file: expected a Python file that defines the name after the colon")
     file = path.resolve()
     name, above = file.stem, file.parent
-    while (above / "__init__.py").is_file():
+    while _imports_relatively(file) and (above / "__init__.py").is_file():
         name, above = f"{above.name}.{name}", above.parent
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
@@ -96,11 +97,13 @@ def _import_file(path: Path) -> ModuleType:
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(file):
         return known
-    module = importlib.util.module_from_spec(spec)
     sys.path[:0] = dict.fromkeys((str(file.parent), str(above)))
-    sys.modules[name] = module
     words, sys.argv = sys.argv, [str(path)]  # a file that reads its arguments when it is imported has none
     try:
+        if "." in name:
+            found: ModuleType = pkgutil.resolve_name(f"{name}:")
+            return found
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except SystemExit as stop:
         raise PlanError(f"{str(path)!r} ended with exit code {stop.code} while it was imported: expected a file that "
@@ -108,6 +111,15 @@ def _import_file(path: Path) -> ModuleType:
     finally:
         sys.argv = words
     return module
+
+
+def _imports_relatively(file: Path) -> bool:
+    """Whether a file says ``from .x import y`` anywhere."""
+    try:
+        parts = ast.walk(ast.parse(file.read_bytes()))
+    except (SyntaxError, ValueError):  # told where it is run
+        return False
+    return any(isinstance(one, ast.ImportFrom) and one.level > 0 for one in parts)
 
 
 def _import_module(name: str) -> ModuleType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
+from gaff.address.resolve import unwrap
 from gaff.errors import PlanError, whole_number
 
 _TOKENS, _MASK = "input_ids", "attention_mask"
 _KNOWN = (_TOKENS, _MASK, "token_type_ids", "position_ids")
-_LABELS = ("label", "labels", "label_ids", "next_sentence_label", "start_positions", "end_positions", "mc_labels")
+_LABELS = re.compile(r"(.*_)?(labels?|label_ids|targets?|start_positions|end_positions|y)(_.*)?")  # of columns
 
 
 def is_table(data: Any) -> bool:
@@ -77,13 +79,25 @@ def tokens_of(known: Mapping[str, bool], batch: dict[str, Tensor]) -> dict[str, 
 
 
 def known_inputs(model: nn.Module, loader: DataLoader[Any]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """``tokens_of`` for the arguments of a model's ``forward``: the columns of ``table_loader`` that it names."""
+    """``tokens_of`` for the arguments of a model's ``forward``: the columns of ``table_loader`` that it names.
+
+    Of a compiled or wrapped model those that the first module inside names which takes tokens.
+    """
     table: Any = loader.dataset
     columns = list(table[0]) if len(table) else []
-    parameters = inspect.signature(model.forward).parameters
+    inner = unwrap(model)
+    parameters = next((one for one in map(_parameters, inner.modules()) if _TOKENS in one), _parameters(inner))
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    names = dict.fromkeys((*_KNOWN, *(name for name in columns if name in parameters and name not in _LABELS)))
+    names = dict.fromkeys((*_KNOWN, *(name for name in columns if name in parameters and not _LABELS.fullmatch(name))))
     return partial(tokens_of, {one: one in columns for one in names if takes_all or one in parameters})
+
+
+def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a module's ``forward``; none where it does not tell them, as of TorchScript."""
+    try:
+        return inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def by_length(lengths: Sequence[int], batch: int) -> list[list[int]]:

@@ -313,10 +313,19 @@ def not_finite(case: RunCase) -> Claim | None:
     """A NaN or inf whose place is known. Certain that it came; where the loss had risen before, or was far too large at
     first, only what it came from is told by another cause."""
     finding = case.found("nonfinite")
-    if finding is None or case.rise is not None or case.begins_far_above:
+    is_scale = _breaks_by_scale(case) if case.found("input_scale") is not None else case.begins_far_above
+    if finding is None or case.rise is not None or is_scale:
         return None
     return Claim("nonfinite", "certain", finding.message or told_of(finding), origin_of(finding), finding.since,
                  finding.remedy, tuple(one.rule for one in case.findings if one is not finding))  # fmt: skip
+
+
+def _breaks_by_scale(case: RunCase) -> bool:
+    """Whether a loss begins far above guessing and is not finite soon, by numbers that overflow as far as is known."""
+    finding = case.found("nonfinite")
+    if finding is None or not case.begins_far_above or finding.since > _EARLY:
+        return False
+    return "op" not in finding.evidence or "overflow" in finding.cause
 
 
 @cause
@@ -327,7 +336,7 @@ def input_far_from_zero(case: RunCase) -> Claim | None:
     not finite soon.
     """
     finding = case.found("input_scale")
-    broken = case.found("nonfinite") if case.begins_far_above else None
+    broken = case.found("nonfinite") if _breaks_by_scale(case) else None
     after = broken or case.found("saturated", "dead_units", "initial_loss", "exploding", "vanishing", "update_large",
                                  "diverging", "loss_spike", "init_imbalance", "zero_gradient")  # fmt: skip
     if finding is None or after is None:

@@ -38,6 +38,7 @@ from gaff.sessions.same_run import sources_of
 # and what it has taken from other sites of the run.
 FirstPass = tuple[float, tuple[Tensor, Tensor] | None, tuple[int, ...], tuple[Any, ...]]
 
+_NOT_SPARSE = ("Could not run 'aten::", "memory format", "parse")  # in what torch says of kinds that it cannot
 _MOST_CALLS = 4096  # of which gradients are counted: the last ones
 
 
@@ -117,7 +118,7 @@ class CheckedEdit:
         if not event.is_gradient:
             return event
         key = run.index, call
-        self._gradients[key] += 1
+        self._gradients[key] = self._gradients.pop(key, 0) + 1  # behind all others
         if len(self._gradients) > _MOST_CALLS:
             del self._gradients[next(iter(self._gradients))]
         return among(Event(*event), self.number, self._gradients[key] - 1)
@@ -219,10 +220,8 @@ class CheckedEdit:
             raise type(error)(f"{self._site}: {error}") from error
         if self._is_pure and not is_of_handler(error):
             told = str(error).partition(chr(10))[0][:160]
-            if value.layout != torch.strided:
-                told = (
-                    f"torch has it for no {value.layout}; expected scale, clamp or clip, or a layer with sparse=False"
-                )
+            if value.layout != torch.strided and any(word in told for word in _NOT_SPARSE):
+                told = f"torch does it with no tensor of {value.layout}; expected another edit, or sparse=False"
             raise PlanError(f"{self._site}: the edit does not fit {_text(value, value)}: {told}") from error
 
     def _versions(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from numbers import Real
 from types import TracebackType
 from typing import Any, get_origin, get_type_hints
@@ -125,9 +126,8 @@ class Editing:
         """What happened so far, site by site. Reads the numbers from their device."""
         rows = rows_of([stream.row() for stream in self._streams if not stream.spawned], self._missing)
         notes, armed = tuple(self._session.notes), len(self._session.lingering or ())
-        notes = (
-            notes if self._session.was_opened else (*notes, "these edits were never opened: use with gaff.edit(...)")
-        )
+        if not self._session.was_opened:
+            rows = tuple(replace(row, reason="never opened: use it in a with block, or attach()") for row in rows)
         return Receipt(rows, self._session.runs, notes, self._plan.optional, is_edit=True, armed=armed)
 
     def on(self, pattern: Named | None = None) -> None:

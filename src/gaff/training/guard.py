@@ -33,7 +33,7 @@ from gaff.training.guard_runs import KEPT, KeptRuns, Probe, are_finite
 from gaff.training.guard_search import OPEN, OriginSearch
 from gaff.views.text import counted
 
-UNREAD = "no optimizer made a step after the last runs: gradients of theirs were not looked at"
+UNREAD = "no optimizer of the model made a step: gradients were not looked at"
 
 
 class Guard:
@@ -110,7 +110,7 @@ class Guard:
     def _look_last(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Look at what no step has looked at when the block ends, or explain the exception that ends it."""
         if error is None:
-            if any(one.has_grad for one in self._runs.batches):
+            if not self.steps and any(one.has_grad for one in self._runs.batches):
                 self.notes.append(UNREAD)
             self._check_forward()
             self._check_parameters()

@@ -65,7 +65,7 @@ class TracedEdit(Receiver):
         self.may_write = may_write(stream.edit)
         self.is_cut = is_cut  # while it acts nothing leads back to what passed: another graph than while it is off
         self.repeats: WeakSet[Any] = WeakSet()  # checkpoints that will recompute it
-        self.constants = _versions(stream.edit)
+        self.constants = _marks(stream.edit)
 
     def change(self, value: Any, given: Arguments) -> Any:
         """While Dynamo compiles: what the model goes on with in the place of ``value``, which passes here."""
@@ -84,7 +84,7 @@ class TracedEdit(Receiver):
         """
         if what == _WROTE or what.startswith(_UNFIT):
             raise PlanError(f"{self.site}: {what}")
-        if self.constants != _versions(self.stream.edit):
+        if any(mark.is_written(one) for one, mark in self.constants):
             raise ExactnessError(f"{self.site}: directions to project on were written to while the edit was open")
         if autograd.backward_task() == -1:
             self.need_own_thread()
@@ -225,6 +225,6 @@ def _remark(output: Any, tensor: Tensor, args: Any) -> str:
     return TWINS if sum(one is tensor for _, one in iter_tensors(output)) > 1 else ""
 
 
-def _versions(edit: Any) -> tuple[int, ...]:
-    """The versions of what a projection was made ready from, which a compiled graph does not make again."""
-    return tuple(memory.version_of(one) for one in tensors_of(edit)) if isinstance(edit, Project) else ()
+def _marks(edit: Any) -> list[tuple[Tensor, memory.Mark]]:
+    """What a projection was made ready from, and what it held, which a compiled graph does not make again."""
+    return [(one, memory.Mark(one)) for one in tensors_of(edit)] if isinstance(edit, Project) else []

@@ -121,7 +121,7 @@ def drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     known = {**dict(zip(_ARGUMENTS.get(name, ("input", "p", "training")), args, strict=False)), **kwargs}
     is_on = known.get("training", name in _ON_BY_DEFAULT)
     share = known.get("dropout_p", 0.0) if name == ATTENTION else known.get("p", 0.5)
-    return float(share) if is_on else 0.0
+    return float(share) if is_on and isinstance(share, (int, float)) else 0.0
 
 
 def calling_module() -> nn.Module | None:

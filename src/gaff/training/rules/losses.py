@@ -254,9 +254,13 @@ def nll_of_scores(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def targets_no_probabilities(sample: Sample, past: Past) -> Iterator[Hit]:
     """The targets of binary_cross_entropy, with logits or without, below 0 or above 1, where they lie on the CPU.
-    Certain. Not labels with noise on them, from -0.3 to 1.3, where a discriminator has an optimizer of its own."""
+
+    Certain. Not labels with noise on them, from -0.3 to 1.3, where a discriminator has an optimizer and a loss of its
+    own.
+    """
     found = sample.facts.get("outside")
-    is_noise = found and found["low"] >= -0.3 and found["high"] <= 1.3 and sample.facts.get("optimizers", 1) > 1
+    is_game = sample.facts.get("optimizers", 1) > 1 and len(sample.losses) > 1
+    is_noise = found and is_game and found["low"] >= -0.3 and found["high"] <= 1.3
     if found and not is_noise:
         yield Hit(("", ""), f"the loss {found['loss']!r} is a binary cross entropy, and its targets go from "
                   f"{found['low']:.4g} to {found['high']:.4g}", low=found["low"], high=found["high"])  # fmt: skip

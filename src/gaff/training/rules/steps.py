@@ -253,13 +253,14 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
     Of a large parameter a sample is read: where most of its gradient is zero, as an embedding's, nothing is said of it.
     Gradients a thousand times smaller than the model's largest are left out: a bias before BatchNorm has only noise.
     So are steps that change nothing at all, of L-BFGS, whose line search finds nothing better once it has arrived, and
-    in runs of which a loss has fallen to half; all steps once one has fallen to 1e-4 of itself, where what is left to
-    learn may be lost to rounding; and gradients above 1e18, whose squares overflow in what Adam keeps, which divides by
-    their root: they explode, and that is told.
+    in runs of which a loss has fallen to half; what has moved before, once a loss has fallen to 1e-4 of itself, where
+    what is left to learn may be lost to rounding; and gradients above 1e18, whose squares overflow in what Adam keeps,
+    which divides by their root: they explode, and that is told.
     """
     has_arrived = sample.facts.get("searches") or any(has_fallen(past, name, 0.5) for name in past.losses)
-    if (has_arrived and _is_still(sample)) or any(has_fallen(past, name, 1e-4) for name in past.losses):
+    if has_arrived and _is_still(sample):
         return
+    is_perfect = any(has_fallen(past, name, 1e-4) for name in past.losses)
     largest: dict[str, float] = {}
     for key, row in sample.port("grad").items():
         largest[key[0]] = max(largest.get(key[0], 0.0), row.rms if row.count else 0.0)
@@ -267,7 +268,7 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
         update, gradient = sample.of(key, "update"), sample.of(key, "grad")
         if update is None or gradient is None or not one.lr or one.optimizer is None or not update.count:
             continue
-        if gradient.rms > _SQUARES_OVERFLOW:
+        if gradient.rms > _SQUARES_OVERFLOW or (is_perfect and key in past.moved):
             continue
         is_read = gradient.zeros < 0.5 or (gradient.zeros < 1.0 and update.count == one.elements)  # where it has one
         if update.zeros == 1.0 and is_read and gradient.rms > 1e-3 * largest[key[0]]:

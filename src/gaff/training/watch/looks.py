@@ -13,6 +13,7 @@ from gaff.training.watch import step_facts
 from gaff.training.watch.evaluation_calls import EvaluationCalls
 from gaff.training.watch.model_calls import ModelCalls
 from gaff.training.watch.models import Model, Models
+from gaff.training.watch.optimizer_steps import OptimizerSteps
 from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.setup_facts import SetupFacts
 from gaff.training.watch.shield import Shield
@@ -103,6 +104,10 @@ class Looks:
             self.sampled.is_open = False
         self.sampled = self._target = None
 
+    def stepped(self, optimizer: Any, steps: OptimizerSteps) -> bool:
+        """An optimizer has made a step, which ``steps`` is told; returns whether that has ended one of the run."""
+        return self.modes.stepped(self._models.stepped_by(optimizer), is_over=steps.ends(optimizer, self.sampled))
+
     def run_begins(self, step: int, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A run that trains begins: in a sampled step its inputs, batch size and precision are noted.
 
@@ -113,6 +118,7 @@ class Looks:
         self._heard.over()
         self._in_training_mode.clear()
         sampled = self._target = self.sampled
+        has_acted = self.modes.acting.trains(model.name, args, kwargs)
         if sampled is not None and sampled.runs.all >= _MOST_RUNS and step == 0:
             self.is_endless = True
             return
@@ -121,12 +127,11 @@ class Looks:
             self._calls.switch(is_on=True)
             sampled.root_given(model.name, self._models.path_of(module), args, kwargs)
             sampled.facts.setdefault("batch", step_facts.batch_size(args, kwargs))
-            sampled.facts.setdefault("acted", self.modes.has_acted)
+            sampled.facts.setdefault("acted", has_acted)
             sampled.facts.setdefault("precision", step_facts.precision(module))
             if sampled.facts["batch"] <= 2 and (norms := step_facts.batch_norms(module)):
                 sampled.facts["batch_norm"] = {model.name: norms}
             self._setup.batch_given(module, args, kwargs)
-        self.modes.has_acted = False
 
     def evaluation_begins(
         self, step: int, model: Model, module: nn.Module, given: tuple[Any, Any], distance: int
@@ -144,7 +149,7 @@ class Looks:
         runs = 1 + (self._calls.passing.passed if self._evals else 0)  # those before it that were only counted
         self._calls.passing.passed = 0
         self._evals += runs
-        self.modes.has_acted |= step_facts.is_single(*given)
+        self.modes.acting.asked(model.name, *given)
         since = self._listen(step)
         if module.training and not torch.is_grad_enabled() and not step_facts.renews_statistics():
             self._in_training_mode[model.name] = self._in_training_mode.get(model.name, 0) + runs

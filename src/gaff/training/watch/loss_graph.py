@@ -27,6 +27,7 @@ _SEVERAL = ("AddBackward", "DotBackward", "StackBackward", "CatBackward")  # of 
 _PICKED = {"IndexBackward", "GatherBackward"}
 _AROUND_PICKED = {*_PICKED, "NegBackward", "MeanBackward", "SumBackward", "DivBackward", "MulBackward", "LogBackward",
                   "AddBackward", "ClampBackward", "ClampMinBackward"}  # fmt: skip
+_TURNS = {"TBackward", "TransposeBackward", "PermuteBackward", "NumpyTBackward", "MovedimBackward"}  # dimensions
 _ENDS = ("NegBackward", "MeanBackward", "LogBackward", "ClampBackward", "ClampMinBackward", "ClampMaxBackward")
 _PAIRWISE = ("MseLossBackward", "SmoothL1LossBackward", "HuberLossBackward", "L1LossBackward", "AbsBackward")
 _BY_HAND = (
@@ -163,8 +164,11 @@ def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: di
             name,
             found,
             is_end=is_end,
-            is_of_nll=(names[before] == "LogBackward" and names[0][:7] == "NllLoss")
-            or (is_picked and "LogBackward" in names[:at]),
+            is_of_nll=not _TURNS.intersection(names[:at])
+            and (
+                (names[before] == "LogBackward" and names[0][:7] == "NllLoss")
+                or (is_picked and "LogBackward" in names[:at])
+            ),
         )
     if one.startswith("BinaryCrossEntropy"):
         _note_targets(chain[at], name, found)

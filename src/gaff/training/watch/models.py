@@ -119,6 +119,7 @@ class Models:
         self._skip = [_module_filter(one) for one in skip]
         self._passed_over: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._has_wanted = False
+        self._stepped_by: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], set[str]]] = weakref.WeakKeyDictionary()
         self._strangers: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
         # by gradient of a parameter that no optimizer owns: its version at the last look
         self.left_over: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
@@ -193,9 +194,16 @@ class Models:
         return None
 
     def stepped_by(self, optimizer: Any) -> set[str]:
-        """The names of the models that the first parameters of an optimizer's groups belong to, as far as known."""
-        first = (next(iter(group["params"]), None) for group in optimizer.param_groups)
-        return {self.owner_of(one) for one in first} - {""}
+        """The names of the models that the parameters of an optimizer belong to, as far as these are known.
+
+        Asked anew when their number has changed, or that of the models.
+        """
+        size = sum(len(group["params"]) for group in optimizer.param_groups), len(self.all)
+        known = self._stepped_by.get(optimizer)
+        if known is None or known[0] != size:
+            owners = {self.owner_of(one) for group in optimizer.param_groups for one in group["params"]} - {""}
+            known = self._stepped_by[optimizer] = (size[0], len(self.all)), owners
+        return known[1]
 
     def owner_of(self, leaf: Tensor | None) -> str:
         """The name of the model that a parameter belongs to; empty where none has it.

@@ -41,12 +41,6 @@ def batch_size(args: Any, kwargs: Any) -> int:
     return int(tensor.size(0)) if tensor is not None else 1
 
 
-def is_single(args: Any, kwargs: Any) -> bool:
-    """Whether a model is given a single example: a first tensor with one dimension or none, or with a first of 1."""
-    first = next(iter_tensors((args, kwargs)), None)
-    return first is not None and (first[1].dim() < 2 or first[1].size(0) == 1)
-
-
 def fingerprint(args: Any, kwargs: Any, most_bytes: int = _MOST_BYTES) -> str:
     """A checksum (CRC-32, as eight digits) of the beginning of every tensor of a batch; equal for equal batches.
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from gaff.compat import checkpoints
 from gaff.training.watch import step_facts
+from gaff.training.watch.acting import Acting
 from gaff.training.watch.models import Model
 
 
@@ -23,7 +24,8 @@ class TrainingModes:
         self._ran: set[str] = set()  # with gradients in eval mode, in this step
         self._is_any_in_training = False
         self._matters: dict[str, bool] = {}  # by model, whether its mode does
-        self.has_acted = False  # a single example was given to a call that does not train, since the last that does
+        self._optimized: set[str] = set()  # models whose optimizers have stepped since the run's last step
+        self.acting = Acting()
 
     def trains(self, model: Model, module: nn.Module) -> bool:
         """Whether a call of ``module``, which belongs to ``model``, is one that trains.
@@ -42,13 +44,18 @@ class TrainingModes:
             return not self._is_any_in_training
         return model.name in self._trained
 
-    def stepped(self, owners: set[str]) -> None:
-        """An optimizer has ended a step of the run: what is called from now on belongs to the next one.
+    def stepped(self, owners: set[str], *, is_over: bool) -> bool:
+        """An optimizer has made a step; returns whether it has ended one of the run (``is_over``), or others follow.
 
-        ``owners``: the models whose parameters it holds, as far as they are known. Others that ran do not train, as a
-        frozen encoder before a head.
+        What is called after the end of a step belongs to the next one. ``owners``: the models whose parameters the
+        optimizer holds, as far as they are known. Models that ran and have no parameter in one that has stepped since
+        the end before do not train, as a frozen encoder before a head.
         """
-        ran = self._ran & owners if owners else self._ran
+        self._optimized |= owners
+        if not is_over:
+            return False
+        ran = self._ran & self._optimized if self._optimized else self._ran
+        self._optimized.clear()
         if self._is_any_in_training:
             self._trained = set()
         elif self._ran:
@@ -56,6 +63,7 @@ class TrainingModes:
             self._in_eval |= {name for name in ran if self._matters[name]}
         self._ran.clear()
         self._is_any_in_training = False
+        return True
 
     def take_in_eval(self) -> list[str]:
         """The models with a dropout or BatchNorm that were trained in eval mode since this was last asked, in order."""

@@ -234,8 +234,7 @@ class Watcher:
 
     def _step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped; the leading one ends the step of the run, at once where there is no other."""
-        if self._steps.optimizers.has(optimizer) and self._steps.ends(optimizer, self._looks.sampled):
-            self._looks.modes.stepped(self._models.stepped_by(optimizer))
+        if self._steps.optimizers.has(optimizer) and self._looks.stepped(optimizer, self._steps):
             self._losses.lr, began = rate_of(optimizer), self._steps.at.began
             self._flight.ended(self.step, perf_counter() - began, self._losses.numbers(), self._batches.samples)
             if self._steps.is_alone():
