@@ -39,6 +39,11 @@ def sequence_of(node: Node) -> int:
     return number
 
 
+def is_saved_by_address() -> bool:
+    """Whether saved tensors may be written to (``allow_mutation_on_saved_tensors``): torch knows them by address."""
+    return bool(getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False))
+
+
 def is_wrapper(tensor: Tensor) -> bool:
     """Whether a tensor stands for many, inside a transform or a batched backward pass, and means nothing outside.
 

@@ -196,10 +196,11 @@ def lazy_clone() -> Callable[[Tensor], Tensor] | None:
 
     Where collectives of CPU tensors run on threads of their own it makes real copies. torch's are not safe there: one
     thread that parts two copies, and another that lets one of them go at the same moment, write to freed memory
-    (``COWDeleterContext::decrement_refcount`` takes its lock after it has counted; seen with torch 2.13).
+    (``COWDeleterContext::decrement_refcount`` takes its lock after it has counted; seen with torch 2.13). So it does
+    where saved tensors may be written to, which torch finds again by the address of their memory.
     """
     found = _lazy_clone()
-    return copied if found is not None and distributed.has_threads() else found
+    return copied if found is not None and (distributed.has_threads() or autograd.is_saved_by_address()) else found
 
 
 @cache
