@@ -14,10 +14,10 @@ class Acting:
     """Notes what models are asked without gradients, and tells whether that was to act; used on the training thread."""
 
     def __init__(self) -> None:
-        self._asked: dict[
-            str, tuple[int, ...]
-        ] = {}  # by model the shape that was given last, since it was last trained
-        self._seen: dict[str, str] = {}  # and a checksum of it: what shows one example again and again does not act
+        # by model the shape of what was given last since it was trained, and a checksum of what was given last: what is
+        # shown one example again and again does not act
+        self._asked: dict[str, tuple[int, ...]] = {}
+        self._seen: dict[str, str] = {}
 
     def asked(self, model: str, args: Any, kwargs: Any) -> None:
         """A call of a model that does not train begins."""
@@ -31,8 +31,9 @@ class Acting:
 
     def trains(self, model: str, args: Any, kwargs: Any) -> bool:
         """A call of a model that trains begins: whether it was asked about a single one of such examples before."""
-        first, shape = _first(args, kwargs), self._asked.pop(model, None)
-        if first is None or shape is None or first.dim() == 0 or first.size(0) < 2:
+        shape = self._asked.pop(model, None)
+        first = _first(args, kwargs) if shape is not None else None
+        if first is None or first.dim() == 0 or first.size(0) < 2:
             return False
         return shape in (tuple(first.shape[1:]), (1, *first.shape[1:]))
 
