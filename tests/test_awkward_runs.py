@@ -285,3 +285,13 @@ def test_scores_with_classes_first_are_normalised_over_the_classes(tmp_path, is_
 
     record = steps_of(model, torch.optim.Adam(model.parameters(), 1e-3), tmp_path / "run", 60, tuple, loss)
     assert ("softmax_axis" in {one.rule for one in record.findings}) is not is_turned
+
+
+def test_autocast_around_the_whole_loop_is_no_running_total(tmp_path):
+    """Its cache of converted weights goes from step to step: nodes are shared, losses are not added up."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(8, 4)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        record = steps_of(model, optimizer, tmp_path / "run", 20, lambda: (x,), lambda x: model(x).pow(2).mean())
+    assert "loss_holds_the_last" not in {one.rule for one in record.findings}

@@ -247,8 +247,17 @@ def first_numbers(loss: Tensor) -> list[int]:
 
 
 def reaches(loss: Tensor, numbers: set[int]) -> bool:
-    """Whether a node of these numbers is among the first 64 behind a loss."""
-    return any(sequence_of(node) in numbers for node in islice(nodes_behind(nodes_of([loss])), _NEAR))
+    """Whether a node of these numbers is among the first 64 behind a loss.
+
+    Not one that converts a parameter: autocast around the whole loop shares these between steps.
+    """
+    near = islice(nodes_behind(nodes_of([loss])), _NEAR)
+    return any(sequence_of(node) in numbers and not _converts_a_leaf(node) for node in near)
+
+
+def _converts_a_leaf(node: Any) -> bool:
+    ends = [one.name() for one, _ in node.next_functions if one is not None]
+    return node.name().startswith("ToCopyBackward") and all(end.endswith("AccumulateGrad") for end in ends)
 
 
 def _spread(chain: list[Any], names: list[str]) -> dict[str, Any] | None:
