@@ -22,7 +22,7 @@ from gaff.compat import autograd, checkpoints, distributed, modes
 from gaff.engine.clock import Frame, Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.node import Node
-from gaff.engine.parameters.substitutes import Standing
+from gaff.engine.parameters.substitutes import Standing, original_of
 from gaff.engine.parameters.values import OFFLOADED
 from gaff.engine.streams import Act, EditStream
 from gaff.errors import ExactnessError, GaffError, PlanError
@@ -49,6 +49,7 @@ class Swap:
         self._stream = stream
         self._owners = owners
         self._standing: Standing | None = None  # while another stands in
+        self._is_told = False  # in this run it was told that the model has put another tensor there
         self._made: deque[int] = deque(maxlen=64)  # sequence numbers of the nodes that made what stood in
         self._again: list[Crossing] = []  # of recomputations in progress
         self._regions: list[tuple[Crossing, int]] = []  # that are recomputed, with their backward passes
@@ -60,6 +61,7 @@ class Swap:
         Raises PlanError for a parameter that lies on the meta device, and what the edit raises.
         """
         self.restore()
+        self._is_told = False
         crossing = self.crossings[run] = Crossing(run, 0, memo={})  # the decision is kept, checkpoint or not
         if not self._is_sharded:
             self._stand_in(crossing)
@@ -82,7 +84,7 @@ class Swap:
 
         Raises ExactnessError where the model wrote into what stood in.
         """
-        if not self.restore():
+        if not self.restore() and not self._is_told:
             raise ExactnessError(
                 f"{self._found.site}: the model changed this parameter during the run, and the change fell on what "
                 "stood in for it: expected a parameter that the forward only reads"
@@ -161,6 +163,17 @@ class Swap:
         is_as_put = self._standing is None or self._standing.remove(self)
         self._standing = None  # only now: what breaks off before is taken up again
         return is_as_put
+
+    def need_in_place(self, module: nn.Module, crossing: Crossing) -> None:
+        """The owner is called in a run. Raises ExactnessError where it has another tensor than what stands in."""
+        if module is self._found.module and self._standing is not None and not self._is_sharded:
+            now = self._found.tensor
+            if original_of(now) is now:
+                self._is_told = True
+                self._stream.refuse(
+                    crossing.run, crossing.call, "the model changed this parameter during the run, as functional_call "
+                    "does: expected a parameter that the forward only reads, or an edit of what makes the other"
+                )  # fmt: skip
 
     def refuse_other_thread(self) -> None:
         """Raises PlanError while a value stands in: another thread's run must not meet what is meant for this one."""
@@ -276,6 +289,8 @@ class SwapScope(Act):
         self._node = node
 
     def __call__(self, value: Any, given: Any, crossing: Crossing) -> None:
+        for swap in self.swaps if not crossing.is_again else ():
+            swap.need_in_place(self._node.module, crossing)
         if crossing.memo is None:
             return
         if not crossing.is_again:
