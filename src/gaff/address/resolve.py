@@ -3,8 +3,7 @@
 ``resolve`` is the way in: it takes whatever a user may give as a pattern and returns exact sites with the objects
 behind them (``Found``). It reads the model's ``_modules`` itself instead of ``named_modules``: a shared module must be
 found under each of its names, wrappers (DDP, ``torch.compile``, checkpoint wrappers) must not show in paths, and an
-exported graph must be seen as its tree. Nothing here changes the model, and torch is imported by functions only.
-"""
+exported graph must be seen as its tree. Nothing here changes the model; torch is imported by functions only."""
 
 from __future__ import annotations
 
@@ -473,9 +472,8 @@ def _no_state(model: nn.Module, site: Site, kind: str) -> str:
     if found is not None:
         owned = found[0]._buffers if kind == "buffer" else found[0]._parameters
         have = ", ".join(f"{join(site.path, name)}:{site.port}" for name in owned) or f"no {kind} of its own"
-        return (
-            f"{site}: {site.path!r} is a module, not a {kind}: it has {have}; its gradient is {site.path}:grad_output"
-        )
+        what = f"{site}: {site.path!r} is a module, not a {kind}: it has {have}"
+        return f"{what}; its gradient is {site.path}:grad_output"
     states = [
         join(path, name)
         for path, module, _ in iter_modules(model)
@@ -489,15 +487,14 @@ def _no_match(model: nn.Module, pattern: Pattern) -> str:
     """The message for a pattern that finds nothing: what its port names, classes where it asks for one, or paths."""
     if not pattern.names:
         return f"pattern {str(pattern)!r} names no path: expected names before <{pattern.cls}>; say '**<{pattern.cls}>'"
-    classes = sorted({type(module).__name__ for _, module, _ in iter_modules(model)})
     paths = [path for path, _, _ in iter_modules(model) if path]
-    literal = ".".join(name.text for name in pattern.names)
     if pattern.port in STATE_PORTS:
-        kind = "buffer" if pattern.port == "buffer" else "parameter"
-        everything = f"'**:{pattern.port}' is that of every one"
-        hint = f":{pattern.port} ends the path of a {kind}; {'there is none' if literal == '**' else everything}"
+        is_all = str(pattern) == f"**:{pattern.port}"
+        of_all = "there is none" if is_all else f"'**:{pattern.port}' is that of every one"
+        hint = f":{pattern.port} ends the path of a {'buffer' if pattern.port == 'buffer' else 'parameter'}; {of_all}"
     elif pattern.cls:
+        classes = sorted({type(module).__name__ for _, module, _ in iter_modules(model)})
         hint = f"classes here: {', '.join(nearest(pattern.cls, classes) or classes[:8])}"
     else:
-        hint = f"nearest: {_nearest(literal, paths)}"
+        hint = f"nearest: {_nearest('.'.join(name.text for name in pattern.names), paths)}"
     return f"pattern {str(pattern)!r} matches nothing in {type(model).__name__} of {len(paths)} modules; {hint}"
