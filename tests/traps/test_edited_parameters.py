@@ -120,7 +120,9 @@ def test_a_model_that_changes_the_parameter_in_its_forward_is_refused(write):
 
     model = Single(change)
     with (
-        pytest.raises(gaff.ExactnessError, match=r"lin\.weight:param: .*the model changed this parameter during the run"),
+        pytest.raises(
+            gaff.ExactnessError, match=r"lin\.weight:param: .*the model changed this parameter during the run"
+        ),
         gaff.edit(model, {"lin.weight:param": edits.scale(2.0)}),
     ):
         model(torch.randn(2, 3))

@@ -25,7 +25,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{}, {"graph": True}, {"clone": True}])
-@pytest.mark.parametrize("address", ["e", "**", "e/exp"])
+@pytest.mark.parametrize("address", ["e", "**", "e/exp"], ids=["module", "all", "op"])
 def test_gradients_are_those_of_the_bare_run(address, options):
     torch.manual_seed(0)
     model, x = Model(), torch.randn(3, 4)
