@@ -88,8 +88,8 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise PlanError(f"{str(path)!r} is no file: expected a Python file that defines the name after the colon")
     file = path.resolve()
-    name, above = file.stem, file.parent
-    while _imports_relatively(file) and (above / "__init__.py").is_file():
+    name, above, is_part = file.stem, file.parent, _imports_relatively(file)
+    while is_part and (above / "__init__.py").is_file():
         name, above = f"{above.name}.{name}", above.parent
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
