@@ -295,3 +295,28 @@ def test_autocast_around_the_whole_loop_is_no_running_total(tmp_path):
     with torch.autocast("cpu", torch.bfloat16):
         record = steps_of(model, optimizer, tmp_path / "run", 20, lambda: (x,), lambda x: model(x).pow(2).mean())
     assert "loss_holds_the_last" not in {one.rule for one in record.findings}
+
+
+@pytest.mark.parametrize("is_set_back", [True, False])
+def test_many_short_trainings_from_weights_set_back_do_not_diverge(tmp_path, is_set_back):
+    """Reptile: each task has a loss and an optimizer of its own, and begins from weights between old and new ones.
+
+    Where nobody writes weights anew, new optimizers are one training, and a loss that grows is told.
+    """
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(1, 40), nn.Tanh(), nn.Linear(40, 1))
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        for task in range(40):
+            size, shift = (0.4, 0.0) if task < 10 else (4.0, 3.0)  # later tasks are harder
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            optimizer = torch.optim.SGD(model.parameters(), 0.02)
+            for _ in range(4):
+                x = torch.rand(10, 1) * 10 - 5
+                optimizer.zero_grad()
+                F.mse_loss(model(x), size * torch.sin(x + shift)).backward()
+                optimizer.step()
+            after = model.state_dict()
+            if is_set_back:
+                model.load_state_dict({name: before[name] + 0.1 * (after[name] - before[name]) for name in before})
+    record = gaff.load(tmp_path / "run")
+    assert ("diverging" in {one.rule for one in record.findings}) is not is_set_back, str(record.verdict)

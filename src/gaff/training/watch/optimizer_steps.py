@@ -55,6 +55,7 @@ class OptimizerSteps:
         self._skipper: int | None = None  # whose skipped steps count: others of the step skip theirs, too
         self._stepped: set[int] = set()  # optimizers that made theirs in the step in progress
         self._weights: dict[str, list[tuple[int, int]]] = {}  # by model: which they are, and how often written to
+        self._are_reset = False  # one of many optimizers has begun with weights that were written to since the last
 
     def has_stepped(self, optimizer: Any) -> bool:
         """Whether it made its step already in the step in progress: the next one belongs to another."""
@@ -122,11 +123,13 @@ class OptimizerSteps:
         kept = self._written.begins(optimizer, self.optimizers.counts.get(optimizer, 0), update)
         if kept is not None:
             sampled.facts["kept"] = {"share": kept, "optimizer": name}
-        if optimizer not in self.optimizers.counts and _averages(optimizer):
+        if optimizer not in self.optimizers.counts:
             now = self._marks()
             same = {model for model, marks in self._weights.items() if marks and now.get(model) == marks}
             owned = {one.model for one in update.owned}
-            sampled.facts.setdefault("begun", {}).update(dict.fromkeys(same & owned, name))
+            if _averages(optimizer):
+                sampled.facts.setdefault("begun", {}).update(dict.fromkeys(same & owned, name))
+            self._are_reset = self._are_reset or (self.optimizers.are_short_lived and not owned <= same)
         if any(base.__name__ == "LBFGS" for base in type(optimizer).__mro__):
             sampled.facts["searches"] = True
 
@@ -183,6 +186,7 @@ class OptimizerSteps:
         counts = self.optimizers.counts
         new = list(map(step_facts.optimizer, self.optimizers.take_new()))
         return {"optimizers": len(counts), "skipped": self.skipped, "settings": new, "idle": self.idle.facts(),
+                "is_task": self._are_reset and self.optimizers.are_short_lived,
                 "lost": self.lost.facts, "schedules": self.schedules.facts(step, counts),
                 "is_raised": any(group.get("maximize") for one in counts for group in one.param_groups),
                 "has_closure": any(one.has_closure for one in self.updates.values()),

@@ -10,6 +10,10 @@ from gaff.training.watch.models import Models
 from gaff.training.watch.updates import parameters_of
 
 
+_LATE = 4  # optimizers that took over from others, before the run is said to be many short trainings
+_SHORT = 64  # steps of each of them, at most
+
+
 class _Made:
     """How many steps the parameters of one optimizer have had, by it and by those before it; ``named``: their names.
 
@@ -39,6 +43,7 @@ class Optimizers:
         self.counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # steps of each
         self.others = 0
         self._made = 0  # steps that count, also of optimizers that are gone
+        self._renewed = 0  # optimizers that took over all parameters of another
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
         self._given = list(given)
         self._models = models
@@ -81,6 +86,11 @@ class Optimizers:
         """
         return self.known == 1 and (len(self._given) == 1 or self._made > 1)
 
+    @property
+    def are_short_lived(self) -> bool:
+        """Whether optimizers have taken over from one another again and again, after a few dozen steps each."""
+        return self._renewed >= _LATE and self._made <= _SHORT * self._renewed
+
     def number_of(self, optimizer: Any, stepped: Collection[int] = ()) -> int:
         """How many steps its parameters have had before the one that it is about to make.
 
@@ -96,8 +106,9 @@ class Optimizers:
             for other in self._all:
                 if other.named & named:
                     known.steps = max(known.steps, other.steps - (other.which in stepped))
-            self._all = [one for one in self._all if not one.named <= named]  # a new one for each epoch, say
-            self._all.append(known)
+            kept = [one for one in self._all if not one.named <= named]  # a new one for each epoch, say
+            self._renewed += len(kept) < len(self._all)
+            self._all = [*kept, known]
         return known.steps
 
     def stepped(self, optimizer: Any) -> bool:
