@@ -55,7 +55,6 @@ class OptimizerSteps:
         self._skipper: int | None = None  # whose skipped steps count: others of the step skip theirs, too
         self._stepped: set[int] = set()  # optimizers that made theirs in the step in progress
         self._weights: dict[str, list[tuple[int, int]]] = {}  # by model: which they are, and how often written to
-        self._are_reset = False  # one of many optimizers has begun with weights that were written to since the last
 
     def has_stepped(self, optimizer: Any) -> bool:
         """Whether it made its step already in the step in progress: the next one belongs to another."""
@@ -129,7 +128,8 @@ class OptimizerSteps:
             owned = {one.model for one in update.owned}
             if _averages(optimizer):
                 sampled.facts.setdefault("begun", {}).update(dict.fromkeys(same & owned, name))
-            self._are_reset = self._are_reset or (self.optimizers.are_short_lived and not owned <= same)
+            if not owned <= same:
+                self.optimizers.begin_elsewhere()
         if any(base.__name__ == "LBFGS" for base in type(optimizer).__mro__):
             sampled.facts["searches"] = True
 
@@ -186,7 +186,7 @@ class OptimizerSteps:
         counts = self.optimizers.counts
         new = list(map(step_facts.optimizer, self.optimizers.take_new()))
         return {"optimizers": len(counts), "skipped": self.skipped, "settings": new, "idle": self.idle.facts(),
-                "is_task": self._are_reset and self.optimizers.are_short_lived,
+                "is_task": self.optimizers.are_of_tasks,
                 "lost": self.lost.facts, "schedules": self.schedules.facts(step, counts),
                 "is_raised": any(group.get("maximize") for one in counts for group in one.param_groups),
                 "has_closure": any(one.has_closure for one in self.updates.values()),

@@ -9,8 +9,7 @@ from typing import Any
 from gaff.training.watch.models import Models
 from gaff.training.watch.updates import parameters_of
 
-
-_LATE = 4  # optimizers that took over from others, before the run is said to be many short trainings
+_OFTEN = 4  # optimizers that took over from others, before the run is said to be many short trainings
 _SHORT = 64  # steps of each of them, at most
 
 
@@ -44,6 +43,7 @@ class Optimizers:
         self.others = 0
         self._made = 0  # steps that count, also of optimizers that are gone
         self._renewed = 0  # optimizers that took over all parameters of another
+        self._has_moved = False  # such a one has begun with weights that were written to since
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
         self._given = list(given)
         self._models = models
@@ -87,9 +87,18 @@ class Optimizers:
         return self.known == 1 and (len(self._given) == 1 or self._made > 1)
 
     @property
-    def are_short_lived(self) -> bool:
-        """Whether optimizers have taken over from one another again and again, after a few dozen steps each."""
-        return self._renewed >= _LATE and self._made <= _SHORT * self._renewed
+    def are_of_tasks(self) -> bool:
+        """Whether the run is many short trainings: optimizers have taken over from one another again and again, after
+        a few dozen steps each, and one of them with weights that somebody had written anew."""
+        return self._has_moved and self._are_short_lived
+
+    def begin_elsewhere(self) -> None:
+        """An optimizer begins, with weights that were written to since the step before."""
+        self._has_moved = self._has_moved or self._are_short_lived
+
+    @property
+    def _are_short_lived(self) -> bool:
+        return self._renewed >= _OFTEN and self._made <= _SHORT * self._renewed
 
     def number_of(self, optimizer: Any, stepped: Collection[int] = ()) -> int:
         """How many steps its parameters have had before the one that it is about to make.
