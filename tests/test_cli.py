@@ -576,6 +576,16 @@ def test_nan_of_a_script(capsys, script, arguments, code, expected):
     assert nn.Module.__call__ is original
 
 
+def test_nan_of_a_script_with_its_python_before_it(capsys, script, tmp_path):
+    code, out, _ = run(capsys, "nan", "--", sys.executable, script, "bad")
+    assert (code, "by /log#0, train_once.py:12" in out) == (3, True), out
+    other = tmp_path / "python3.9"
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    code, _, err = run(capsys, "nan", str(other), script, "bad")
+    assert (code, "is another Python than the one that runs gaff" in err) == (1, True), err
+
+
 def test_nan_of_a_script_keeps_its_exit_code(script):
     with pytest.raises(SystemExit) as stop:
         main(["nan", script, "exit"])

@@ -206,11 +206,17 @@ def test_options_of_a_report_that_would_be_passed_over_are_refused(capsys, tmp_p
 
 def test_a_script_that_is_no_program_and_an_empty_folder(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("print(1)")
-    told = "'./train.py' is no program: expected one before it, as in python ./train.py"
-    assert told in refused(capsys, "watch", "--", "./train.py")[1]
+    (tmp_path / "train.sh").write_text("echo 1")
+    told = "'./train.sh' is no program: expected one before it, as in python ./train.sh"
+    assert told in refused(capsys, "watch", "--", "./train.sh")[1]
     assert "--out is empty" in refused(capsys, "watch", "--out", "", "--", sys.executable, "train.py")[1]
     assert not (tmp_path / "gaff-runs").exists()
+
+
+def test_a_script_of_python_is_run_by_the_python_that_runs_gaff(tmp_path, capfd):
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.executable, *sys.argv[1:])")
+    assert main(["watch", "--out", str(tmp_path / "run"), str(tmp_path / "train.py"), "--epochs", "3"]) == 0
+    assert f"{sys.executable} --epochs 3" in capfd.readouterr().out
 
 
 def test_a_kernel_of_no_known_name_is_told_before_the_command_starts(tmp_path, capsys, monkeypatch):

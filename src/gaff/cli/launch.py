@@ -77,11 +77,16 @@ def launch(
 
 
 def command_of(words: list[str], name: str) -> tuple[list[str], str]:
-    """The command after ``--`` of ``gaff NAME``, and where its program is. Raises PlanError where there is none."""
+    """The command after ``--`` of ``gaff NAME``, and where its program is. Raises PlanError where there is none.
+
+    A script of Python that is no program by itself is run by the Python that runs gaff.
+    """
     command = words[1:] if words[:1] == ["--"] else words
     if not command:
         raise PlanError(f"no command: expected gaff {name} [options] -- python train.py")
     program = shutil.which(command[0])
+    if program is None and command[0].endswith(".py") and Path(command[0]).is_file():
+        return [sys.executable, *command], sys.executable
     if program is None and Path(command[0]).is_file():
         raise PlanError(f"{command[0]!r} is no program: expected one before it, as in python {command[0]}, or chmod +x")
     if program is None:

@@ -7,6 +7,10 @@ every model that it calls; a bad step stops it, and is looked at op by op.
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gaff.cli.options import MODEL_HELP, add_table
@@ -41,6 +45,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Look at one step of the model, or at the whole script; exit code 3 where something was found."""
+    _leave_out_python(options)
     if not options.model.endswith(".py") and not options.is_module:
         return _print(_in_model(options), options)
     if options.loss:
@@ -49,6 +54,26 @@ def run(options: argparse.Namespace) -> int:
 
     report = examine(options.model, options.rest, allow=options.allow, again=options.again, is_module=options.is_module)
     return _print(report, options)
+
+
+def _leave_out_python(options: argparse.Namespace) -> None:
+    """Read ``python train.py`` as ``train.py`` and ``python -m package.train`` as ``-m package.train``.
+
+    The script runs inside gaff's own process. Raises PlanError for another Python than the one that runs gaff.
+    """
+    is_python = re.fullmatch(r"python[\d.]*", Path(options.model).name)
+    is_module = options.rest[:1] == ["-m"]
+    words = options.rest[is_module:]
+    if not is_python or not words or not (is_module or words[0].endswith(".py")):
+        return
+    found = shutil.which(options.model)
+    if found is None or not Path(found).samefile(sys.executable):
+        raise PlanError(
+            f"{options.model!r} is another Python than the one that runs gaff, which runs the script in its own "
+            f"process: expected gaff nan {' '.join(options.rest)}, with gaff installed there"
+        )
+    options.is_module = options.is_module or is_module
+    options.model, options.rest = words[0], words[1:]
 
 
 def _in_model(options: argparse.Namespace) -> Report:
