@@ -1034,6 +1034,16 @@ SCRIPTS_OF_NAN = {
         "NaN made by (step)/log#2",
         "log of numbers below 0",
     ),
+    "a NaN in the data": (
+        "net = nn.Linear(4, 2)\n"
+        "optimizer = torch.optim.Adam(net.parameters())\n"
+        "for step in range(4):\n"
+        "    optimizer.zero_grad()\n"
+        "    net(torch.full((3, 4), float('nan') if step == 2 else 1.0)).square().mean().backward()\n"
+        "    optimizer.step()\n",
+        "NaN made by (step)/full#2",
+        "was put in by a constant",
+    ),
     "an op between two models": (
         "first, second = nn.Sequential(nn.Linear(8, 16), nn.ReLU()), nn.Linear(16, 8)\n"
         "optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)\n"
@@ -1074,6 +1084,24 @@ def test_what_is_seen_in_a_model_and_began_outside_of_it_is_looked_for_again(cap
     assert cause in out
     code, out, _ = run(capsys, "nan", str(path))
     assert "gaff nan --again runs the script once more" in out
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [("x", ":input[0]"), ("net[1].weight", "1.weight:param"), ("net[0].running_var", "0.running_var:buffer")],
+)
+def test_a_loss_is_not_blamed_for_what_was_loaded(tmp_path, capsys, place, told):
+    (tmp_path / "train.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()\n"
+        "optimizer = torch.optim.Adam(net.parameters())\n"
+        "x = torch.ones(3, 4)\n"
+        f"{place}.data.view(-1)[0] = float('nan')\n"
+        "net(x).square().mean().backward()\n"
+        "optimizer.step()\n"
+    )
+    code, out, _ = run(capsys, "nan", str(tmp_path / "train.py"))
+    assert (code, f"NaN was there before the step, in {told}" in out) == (3, True), out
 
 
 def test_a_package_whose_parts_import_each_other(tmp_path, capsys, monkeypatch):

@@ -400,3 +400,27 @@ def test_a_parameter_without_a_model_that_forbids_what_it_always_did_is_none():
     with torch.no_grad():
         layer.bias[0] = -math.inf
     assert not gaff.find_nonfinite(lambda: layer(torch.randn(3, 2)).exp().sum().item())
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_a_scaler_leaves_out_are_not_those_of_the_step_before(to_none):
+    """They overflow in each call, and each begins with clearing them; where nobody clears them they are told."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+
+    def step(clears=True):
+        if clears:
+            optimizer.zero_grad(set_to_none=to_none)
+        with torch.autocast("cpu", dtype=torch.float16):
+            output = model(torch.randn(4, 8))
+        scaler.scale(output.float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for _ in range(3):
+        report = gaff.find_nonfinite(step, model=model)
+        assert not report, str(report)
+    model[0].weight.grad.fill_(math.nan)
+    assert gaff.find_nonfinite(lambda: step(clears=False), model=model).direction == "before"

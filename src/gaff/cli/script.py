@@ -60,7 +60,7 @@ def examine(
     except Exception as error:  # noqa: BLE001  # of the script itself, told as python would
         traceback.print_exception(error.with_traceback(_within(error.__traceback__, path)))
         code = 1
-    found = _first(next((report for one in guards for report in one.reports), None), losses.report)
+    found = losses.first(next((report for one in guards for report in one.reports), None))
     if found is not None:
         is_of_loss = found is losses.report  # whose step was let through
         step, made = (losses.step, losses.before) if is_of_loss else (max(one.steps for one in guards), losses.made)
@@ -85,14 +85,6 @@ def _guard(guards: list[Guard], stack: ExitStack, allow: Sequence[str], module: 
         to_stderr(f"gaff: {type(module).__name__} is not looked at: {error}")
 
 
-def _first(guarded: Report | None, of_loss: Report | None) -> Report | None:
-    """What came first of what a guard and what a loss have shown: of a loss that was not finite before its backward
-    pass that, and not what the pass has made of it, in gradients or, with a closure, in the weights."""
-    if guarded is None or of_loss is None or guarded.direction not in ("backward", "before"):
-        return of_loss if guarded is None else guarded
-    return replace(of_loss, cause=of_loss.cause.replace(_FINE, "what the models returned is"))
-
-
 def _within(trace: TracebackType | None, path: str) -> TracebackType | None:
     """A traceback from the frame of the script on; as it is where the script did not come to run."""
     inside = trace
@@ -105,12 +97,14 @@ class _Losses:
     """Stops a script after a step whose loss was NaN or infinite, where its guards have found nothing wrong.
 
     Such a loss may have finite gradients, as that of a batch in which no target counts. A loss that a GradScaler has
-    multiplied is looked at as it was before. ``report``: what was seen; ``step``: how many steps were made before;
+    multiplied is looked at as it was before. ``report``: what was seen; ``state``: the sites of parameters and buffers
+    that were not finite by then; ``step``: how many steps were made before;
     ``before``: how many by any optimizer; ``made``: how many of these were made in all.
     """
 
     def __init__(self, guards: list[Guard]) -> None:
         self.report: Report | None = None
+        self.state: frozenset[str] = frozenset()
         self.step = self.before = self.made = self._skips = 0
         self._guards = guards
         self._scaled: tuple[Any, Any] = (None, None)  # what a GradScaler has made, and of what
@@ -139,6 +133,22 @@ class _Losses:
                 self.report = Report(True, STEP, direction="forward", cause=cause, output=range_of(told, "loss"))
                 self.step = max((guard.steps for guard in self._guards), default=0)
                 self.before = self.made
+                self.state = frozenset().union(*(guard.bad_state() for guard in self._guards))
+
+    def first(self, guarded: Report | None) -> Report | None:
+        """What came first of what a guard and the loss have shown.
+
+        Of a loss that was not finite before its backward pass that, and not what the pass has made of it, in gradients
+        or, with a closure, in the weights; but an input, and weights and buffers that were bad by then, came before it.
+        """
+        if guarded is None or self.report is None:
+            return guarded or self.report
+        is_of_pass = guarded.direction == "backward" or (
+            guarded.direction == "before" and ":input" not in guarded.site and guarded.site not in self.state
+        )
+        if not is_of_pass:
+            return guarded
+        return replace(self.report, cause=self.report.cause.replace(_FINE, "what the models returned is"))
 
     def _skipped(self, optimizer: Any) -> None:
         """A GradScaler has left the step out: what overflowed did no harm, unless it leaves out one after the other."""

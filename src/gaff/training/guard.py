@@ -78,6 +78,10 @@ class Guard:
         """Whether the sums are made inside compiled code."""
         return self._runs.is_traced
 
+    def bad_state(self) -> frozenset[str]:
+        """The sites of parameters and buffers of this process that are not finite now. Waits for the device."""
+        return frozenset(str(site) for one, site in iter_state(self._model) if has_nonfinite(one))
+
     def __enter__(self) -> Guard:
         distributed.agree(distributed.processes_of(self._model), "guard")
         with ExitStack() as opening:

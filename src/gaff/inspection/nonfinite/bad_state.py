@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from gaff.compat import distributed, elements
 from gaff.engine.ops.calls import OpCall
 from gaff.inspection.nonfinite.attribution import Now, before, has_nan, is_mask, only_written
 from gaff.inspection.nonfinite.provenance import ADDED, ARRIVED, KEPT, KEPT_BEFORE, UPDATED, WRITTEN, Made, Marks
-from gaff.inspection.nonfinite.ranges import has_nonfinite, range_of
+from gaff.inspection.nonfinite.ranges import has_nonfinite, nonfinite_elements, range_of
 from gaff.inspection.op_log import iter_state
 
 _SOME = Site("", port="param")  # a parameter of no model
@@ -40,10 +40,10 @@ def _has_memory(known: tuple[Tensor, Site]) -> bool:
 class BadState:
     """What of parameters and buffers was not finite, by identity.
 
-    ``before``: they themselves, before the step or an optimizer's; ``gradients``: theirs, before the step; ``used``:
-    theirs as an optimizer was given them, with what made them so; ``made``: parameters that were bad right after an
-    optimizer's step; ``kept``: what an optimizer keeps of a parameter, such as a mean of squares, by the parameter,
-    where that is bad. ``sites``: where they are. ``others``: parameters and running statistics that are no part of the
+    ``before``: they themselves, before the step or an optimizer's; ``gradients``: theirs, before the step, with the
+    elements that were bad; ``used``: theirs as an optimizer was given them, with what made them so; ``made``:
+    parameters that were bad right after an optimizer's step; ``kept``: what an optimizer keeps of a parameter, such as
+    a mean of squares, by the parameter, where that is bad. ``sites``: where they are. ``others``: parameters and running statistics that are no part of the
     model, or of which there is none, as ops and optimizers have shown them.
     """
 
@@ -51,7 +51,7 @@ class BadState:
         self.sites: dict[int, Site] = {}
         self.others: dict[int, tuple[Tensor, Site]] = {}
         self.before: dict[int, Made] = {}
-        self.gradients: set[int] = set()
+        self.gradients: dict[int, tuple[Tensor, Tensor]] = {}
         self.used: dict[int, Made] = {}
         self.made: set[int] = set()
         self.kept: dict[int, Made] = {}
@@ -76,10 +76,16 @@ class BadState:
                 self.before[id(tensor)] = before(tensor, site, is_meant=is_meant, is_again=is_again)
                 marks.put(tensor, self.before[id(tensor)])
             if tensor.grad is not None and has_nonfinite(tensor.grad):
-                self.gradients.add(id(tensor))
+                self.gradients[id(tensor)] = tensor.grad, nonfinite_elements(tensor.grad)
 
-    def meet_all(self, call: OpCall, given: Iterable[Tensor]) -> None:
-        """An op is called: the parameters among the tensors that it is given come by, and statistics that it writes."""
+    def meet_all(self, call: OpCall, given: Collection[Tensor]) -> None:
+        """An op is called: the parameters among the tensors that it is given come by, and statistics that it writes.
+
+        Gradients that it clears are no longer those of before the step.
+        """
+        if self.gradients and (call.site.op or "").endswith("zero_"):
+            cleared = {id(tensor) for tensor in given}
+            self.gradients = {which: one for which, one in self.gradients.items() if id(one[0]) not in cleared}
         for tensor in given:
             if isinstance(tensor, nn.Parameter):
                 self.meet(tensor)
@@ -123,6 +129,15 @@ class BadState:
             cause = KEPT.format(name, f" up to {given[0].largest:.4g}" if given else "")
             self.kept[id(one)] = Made(_SOME, "update", None, cause, range_of(kept, name), given)
 
+    def _has_stayed(self, tensor: Tensor) -> bool:
+        """Whether the gradient that was bad before the step is still there: nobody has cleared it, and what a backward
+        pass adds leaves a NaN, and mostly an infinity, bad."""
+        held, bad = self.gradients.get(id(tensor), (None, None))
+        if held is None or bad is None or held is not tensor.grad:
+            return False
+        now = nonfinite_elements(held)
+        return now.shape != bad.shape or bool(now[bad].all())  # a sparse gradient has grown
+
     def after(self, around: nn.Module, marks: Marks, *, is_scaled: bool, is_again: bool) -> Made | None:
         """What made the first parameter, gradient or buffer that is bad after the step; None where none is.
 
@@ -135,7 +150,7 @@ class BadState:
             grad = tensor.grad if site.port == "param" and tensor.is_leaf else None
             if grad is not None and has_nonfinite(grad):
                 made = marks.of_memory(grad)
-                if id(tensor) in self.gradients:
+                if self._has_stayed(tensor):
                     return before(grad, replace(site, port="grad"))
                 if made is not None and made.direction == "forward" and not made.is_scaling:
                     return made

@@ -49,6 +49,12 @@ def has_nonfinite(tensor: Tensor) -> bool:
         return not bool(torch.isfinite(value).all())  # a sum of large finite numbers overflows
 
 
+def nonfinite_elements(tensor: Tensor) -> Tensor:
+    """Which elements are NaN or inf, as a bool tensor on its device; of a sparse one of the values that it stores."""
+    with torch.no_grad(), modes.outside_modes():
+        return ~torch.isfinite(plain(tensor))
+
+
 def probe(value: Tensor) -> Tensor:
     """A 0-dim tensor on the device that is finite if all elements are, unless their sum overflows. No synchronisation.
 
