@@ -141,15 +141,20 @@ def is_alias(one: Tensor, other: Tensor) -> bool:
     return extent_of(one) == extent_of(other) and address_of(one) == address_of(other) != 0
 
 
-def version_probe(tensor: Tensor) -> Tensor:
-    """An empty tensor that shares the version counter of ``tensor``, and so tells of writes without holding memory."""
+def write_watch(tensor: Tensor) -> Callable[[], bool]:
+    """Whether the memory of ``tensor`` was written to in place since this was called, as far as torch counts.
+
+    Holds no memory: an empty tensor shares the version counter.
+    """
 
     def make() -> Tensor:
         probe = tensor.detach()
         probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return probe
 
-    return unseen(make)
+    probe = unseen(make)
+    before = probe._version
+    return lambda: probe._version != before
 
 
 def snapshot(tensor: Tensor) -> Tensor | None:

@@ -32,10 +32,10 @@ def _force() -> ExitStack:
     In that stance torch brings no gradient to what the functions of its operators close over, such as parameters of
     modules.
     """
-    forced = ExitStack()
-    forced.enter_context(_CONTROL_FLOW)
-    forced.enter_context(torch.compiler.set_stance("force_eager"))
-    return forced
+    with ExitStack() as forced:  # torch refuses another stance inside of compiled code
+        forced.enter_context(_CONTROL_FLOW)
+        forced.enter_context(torch.compiler.set_stance("force_eager"))
+        return forced.pop_all()
 
 
 def _is_traced() -> bool:
@@ -101,8 +101,9 @@ def _force_later() -> ExitStack:
         @functools.wraps(compile)
         def run(*args: Any, **kwargs: Any) -> Any:
             with _first:
-                if live and not forced_eager.is_held:
-                    forced.enter_context(forced_eager)
+                if live:
+                    forced.enter_context(forced_eager)  # also where another session holds it, which may close before
+                    live.clear()
             return compile(*args, **kwargs)
 
         return run

@@ -214,7 +214,7 @@ def left(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         run.fail(error)
         raise
     if node.mark is not None:
-        node.mark(output, run)
+        node.mark(run, output)
     return output
 
 

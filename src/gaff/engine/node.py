@@ -38,7 +38,7 @@ class Node:
         self.above: frozenset[Node] = _NOBODY  # hooked modules that contain this one
         self.has_entry = False
         self.has_swaps = False  # a parameter is edited, and this module may begin a run
-        self.mark: Callable[[Any, Run], None] | None = None  # makes the run's backward passes known; begins no run
+        self.mark: Callable[[Run, Any], None] | None = None  # makes the run's backward passes known; begins no run
         self.scope: Any = None  # sees to the ops in the module's own forward
 
     @property

@@ -66,10 +66,11 @@ class Held:
     def __enter__(self) -> None:
         """Hold it; the first holder sets it."""
         with self._lock:
-            self._holders += 1
-            if self._holders == 1:
-                self._held = self._make()
-                self._held.__enter__()
+            if self._holders == 0:
+                held = self._make()
+                held.__enter__()
+                self._held = held
+            self._holders += 1  # only now: torch may refuse, and then nobody holds it
 
     def __exit__(self, *exc: object) -> None:
         """Hold it no longer; with the last holder what was there before comes back."""

@@ -62,7 +62,7 @@ class SkipChange(Act):
             self._node.clock.fail(error)
             raise
 
-    def need_asked(self, crossing: Crossing) -> None:
+    def leave(self, output: Any, given: Any, crossing: Crossing) -> None:
         """The call returns: see whether ``around`` was asked, where it was to be skipped.
 
         It was not where another session's skip came first, which is told; raises ExactnessError for other code.
@@ -84,13 +84,3 @@ class SkipChange(Act):
             run = clock.open.get(get_ident())
             frames = run.frames if run is not None else []
         return frames[-1] if frames and frames[-1].owner is self._node else None
-
-
-class SkipEnd(Act):
-    """At the exit of a module that is skipped: sees to it that it was."""
-
-    def __init__(self, skip: SkipChange) -> None:
-        self._skip = skip
-
-    def __call__(self, value: Any, given: Any, crossing: Crossing) -> None:
-        self._skip.need_asked(crossing)

@@ -143,6 +143,8 @@ class Act(ABC):
 class FirstHalf(Protocol):
     """An act at the entry that notes something, and acts on it at the exit."""
 
+    needs_graph: bool  # as of an ``Act``, of both halves
+
     def leave(self, output: Any, given: Arguments, crossing: Crossing) -> Any:
         """The module returns ``output``; what passes on, or None for itself."""
 
@@ -152,8 +154,7 @@ class SecondHalf(Act):
 
     def __init__(self, first: FirstHalf) -> None:
         self._first = first
-
-    needs_graph = True
+        self.needs_graph = first.needs_graph
 
     def __call__(self, value: Any, given: Arguments, crossing: Crossing) -> Any:
         return self._first.leave(value, given, crossing)

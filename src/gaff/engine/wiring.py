@@ -27,8 +27,8 @@ from gaff.engine.gradients.edits import ShareChange
 from gaff.engine.gradients.leaves import LeafGradient, itself
 from gaff.engine.gradients.outer import OuterGradient
 from gaff.engine.gradients.pending import Gradients
-from gaff.engine.gradients.ports import InputGradient, OutputGradient, PassMark, find_input, report_missing
-from gaff.engine.gradients.sharded import Shards, SwapUnit, SwapUnitEnd
+from gaff.engine.gradients.ports import InputGradient, OutputGradient, find_input, report_missing
+from gaff.engine.gradients.sharded import Shards, SwapUnit
 from gaff.engine.gradients.share import InputShare
 from gaff.engine.node import Node
 from gaff.engine.ops.attention import WeightsChange, WeightsTap
@@ -38,7 +38,7 @@ from gaff.engine.parameters.edits import ParameterEdits, Swap, SwapScope
 from gaff.engine.parameters.substitutes import original_of
 from gaff.engine.parameters.values import Owners, StateValue, called_above, kept_tensors, need_no_view
 from gaff.engine.side import Side
-from gaff.engine.skips import SkipChange, SkipEnd
+from gaff.engine.skips import SkipChange
 from gaff.engine.streams import Act, EditStream, Look, SecondHalf, Stream
 from gaff.engine.taps import CallTap, EditTap, OpTap, Tap, TensorTap
 from gaff.engine.value_edits import ValueChange
@@ -151,7 +151,7 @@ class Wiring:
         if isinstance(tap, EditTap) and tap.is_skip:
             skip = SkipChange(node, tap.stream, site.call)
             _edit(node.entry, skip)
-            _edit(node.exit, SkipEnd(skip))
+            _edit(node.exit, SecondHalf(skip))
         else:
             self._connect(tap, node, site, tap.stream)
 
@@ -165,7 +165,7 @@ class Wiring:
     def _wire_marks(self, found: Found) -> None:
         """Have the owners of a parameter mark what they return, so that its gradient is known as one of their run."""
         for module in (*self._owners.of(found), found.module if (above := called_above(found)) is None else above):
-            self._node(module).mark = PassMark(self.gradients)
+            self._node(module).mark = self.gradients.mark_returned
 
     def _wire_state(self, tap: Tap | EditTap) -> None:
         """Have the value of a parameter or buffer told by the first of its owners that a run enters.
@@ -232,7 +232,7 @@ class Wiring:
             node.has_entry = node.has_swaps = True
             unit = SwapUnit(swap)
             _edit(node.entry, unit, before=lambda act: not isinstance(act, SwapUnit))
-            _edit(node.exit, SwapUnitEnd(unit))
+            _edit(node.exit, SecondHalf(unit))
         if not self.swaps:
             self._clock.at_begin.append(self.swaps.begin)
         self.swaps.append(swap)
@@ -280,7 +280,7 @@ class Wiring:
         if self.swaps:
             clock.at_end.append(self.swaps.end)
         if self.leaves or self.has_arms:
-            clock.at_end.append(self.gradients.end_run)
+            clock.at_end += [lambda run, output: self.gradients.settle_later(), self.gradients.mark_returned]
             clock.at_recomputed.append(self.gradients.settle_later)
         if self.leaves:
             self.gradients.has_leaves = True

@@ -309,7 +309,7 @@ class ForwardHook(ExitHook):
         for tap in node.exit.taps:
             tap(output, run, number)
         if node.mark is not None:
-            node.mark(output, run)
+            node.mark(run, output)
 
     def _ran_eagerly(self) -> None:
         self._eager.append(get_ident())

@@ -119,18 +119,17 @@ class ArmedView(Armed):
     """On a view. Once it or its base has been changed in place, torch tells only a part of its gradient, or nothing.
 
     In-place writes give a view a new autograd node, while the hook stays on the old one. They are noticed by the
-    version counter, of which a probe without memory is kept. Whatever goes from the view to what it was made of passes
-    the node of its base (``follow_base``), where a gradient that was not told is noticed. Where nothing else can see
-    the base (``is_whole``) its gradient, in the shape of the view, is the view's.
+    version counter. Whatever goes from the view to what it was made of passes the node of its base (``follow_base``),
+    where a gradient that was not told is noticed. Where nothing else can see the base (``is_whole``) its gradient, in
+    the shape of the view, is the view's.
     """
 
-    __slots__ = ("_base_handle", "_passes", "_probe", "_shape", "_version", "is_whole")
+    __slots__ = ("_base_handle", "_is_stale", "_passes", "_shape", "is_whole")
     is_plain = False
 
     def __init__(self, stream: Stream, run: Run, call: int, tensor: Tensor) -> None:
         super().__init__(stream, run, call)
-        self._probe = memory.version_probe(tensor)
-        self._version = self._probe._version
+        self._is_stale = memory.write_watch(tensor)
         self._shape = tensor.shape
         self._base_handle: Any = None
         self._passes: Passes | None = None
@@ -186,10 +185,6 @@ class ArmedView(Armed):
     def why_refused(self) -> str:
         """Why a missing gradient is not None: torch tells none of a view that was changed in place."""
         return STALE if self._base_handle is None and self._is_stale() else ""
-
-    def _is_stale(self) -> bool:
-        """Whether the memory of the view was written to in place since the hook was set."""
-        return self._probe._version != self._version
 
 
 class ArmedShare(ArmedView):

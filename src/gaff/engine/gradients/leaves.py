@@ -261,15 +261,10 @@ class GivenView:
     """
 
     def __init__(self, tensor: Tensor, elsewhere: Callable[[], None]) -> None:
-        self._probe = memory.version_probe(tensor)
-        self._version = self._probe._version
+        self.is_stale = memory.write_watch(tensor)
         self._elsewhere = elsewhere
         base = tensor._base
         self._handle = on_gradient(base, self._arrived) if base is not None and base.grad_fn is not None else None
-
-    def is_stale(self) -> bool:
-        """Whether the memory of the view was written to in place since it was given."""
-        return self._probe._version != self._version
 
     def remove(self) -> None:
         """Take the hook of the base away."""

@@ -38,7 +38,7 @@ from gaff.engine.streams import Stream
 NOT_REACHED = "backward ran, but no gradient reached this tensor"
 BEHIND_VIEW = f"{NOT_REACHED}; a pass that ends at the view which :outer_grad gives a module's caller does not"
 _NUMBERS = itertools.count()
-_MOST_PASSES = 4096  # that may be inside one another: each reentrant checkpoint has one of its own
+_MOST_PASSES = 256  # held with the runs that they reached, each of which counts the calls of all modules
 BATCHED = "this backward pass was batched (is_grads_batched, vectorize=True): its gradients are wrappers"
 
 
@@ -215,13 +215,12 @@ class Gradients:
         """Whether few runs (64, chosen) have set hooks since ``run`` began."""
         return not self._armed or self._armed[-1].run.index - run.index < 64
 
-    def end_run(self, run: Run, output: Any) -> None:
-        """Arm what came to require grad, and note when a backward pass comes by what the run returned.
+    def mark_returned(self, run: Run, output: Any) -> None:
+        """Take a backward pass for one of ``run`` when it comes by what a call in it, or the run itself, has returned.
 
-        Called at the end of each run, on its thread. The mark on the outputs makes a pass known that reaches none of
-        the hooks, so that None can be told apart from a backward that never ran.
+        That makes a pass known that reaches none of the hooks, so that None can be told apart from a backward that
+        never ran. Nothing without grad mode.
         """
-        self.settle_later()
         if torch.is_grad_enabled():
             for _, tensor in iter_tensors(output):
                 if autograd.takes_gradient(tensor) and not tensor.is_leaf:

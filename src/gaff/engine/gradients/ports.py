@@ -246,24 +246,6 @@ def _is_made_inside(tensor: Tensor) -> bool:
     return bool(functions) and autograd.sequence_of(tensor.grad_fn) > autograd.sequence_of(functions[-1])
 
 
-class PassMark:
-    """Tells, where a backward pass comes by what a call returned, that it is a pass of the call's run.
-
-    Hung on the owner of a parameter whose gradient is asked for: a parameter serves many runs, and its gradient does
-    not tell whose it is.
-    """
-
-    def __init__(self, gradients: Gradients) -> None:
-        self._gradients = gradients
-
-    def __call__(self, output: Any, run: Run) -> None:
-        """Mark the tensors of ``output``, which a call in ``run`` returns; nothing without grad mode."""
-        if autograd.is_grad_enabled():
-            for _, tensor in iter_tensors(output):
-                if autograd.takes_gradient(tensor) and not tensor.is_leaf:
-                    self._gradients.mark(tensor, run)
-
-
 def find_input(given: Arguments, site: Site, stream: Stream, is_exact: bool) -> Tensor | None:
     """The tensor that an input address means; None, and the stream is told why, where there is none.
 

@@ -179,10 +179,11 @@ class _Reduction:
 
 
 class SwapUnit(Act):
-    """At the entry of the module with which FSDP2 gathers the parameter: lets the edited value stand in.
+    """At the module with which FSDP2 gathers the parameter: lets the edited value stand in, from its entry to its exit.
 
-    FSDP2 puts the gathered parameter in place at each call of its unit, so an edit cannot stand in for a whole run. A
-    recomputation is left to ``SwapScope``.
+    FSDP2 puts the gathered parameter in place at each call of its unit, so an edit cannot stand in for a whole run, and
+    would take what stands in for its own at the exit, where its hook comes later. A recomputation is left to
+    ``SwapScope``.
     """
 
     def __init__(self, swap: Any) -> None:
@@ -192,19 +193,10 @@ class SwapUnit(Act):
         if not crossing.is_again:
             self.swap.begin_unit(crossing.run)
 
-
-class SwapUnitEnd(Act):
-    """At the exit of the module with which FSDP2 gathers the parameter, before FSDP2's own hook: takes the value away.
-
-    FSDP2 would otherwise take what stands in for its own parameter.
-    """
-
-    def __init__(self, unit: SwapUnit) -> None:
-        self._unit = unit
-
-    def __call__(self, value: Any, given: Any, crossing: Crossing) -> None:
+    def leave(self, output: Any, given: Any, crossing: Crossing) -> None:
+        """Take the value away, before FSDP2's own hook."""
         if not crossing.is_again:
-            self._unit.swap.end_unit()
+            self.swap.end_unit()
 
 
 class Shards:

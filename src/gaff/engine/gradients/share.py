@@ -152,14 +152,13 @@ class _Share(Armed):
     known leads to, each pass is looked through for those that hand something to the input (``watch_total``).
     """
 
-    __slots__ = ("_expected", "_gradients", "_probe", "_sums", "_token", "_total", "_version", "handles")
+    __slots__ = ("_expected", "_gradients", "_is_written", "_sums", "_token", "_total", "handles")
 
     def __init__(self, gradients: Gradients, stream: Stream, run: Run, call: int, expected: int) -> None:
         super().__init__(stream, run, call)
         self.handles: list[Any] = []
         self._expected = expected
-        self._probe: Tensor | None = None
-        self._version = -1
+        self._is_written: Callable[[], bool] | None = None  # the memory of the input, where an output is a view of it
         self._gradients = gradients
         self._sums: dict[int, tuple[int, Tensor | None]] = {}  # by backward pass: how many have come, and their sum
         self._total: Any = None  # the handle of the hook that hears of the total
@@ -180,8 +179,7 @@ class _Share(Armed):
     def watch_writes(self, tensor: Tensor, outputs: list[Tensor]) -> None:
         """Note how often the memory of the input was written to, if one of the outputs is a view of it."""
         if any(found is not tensor and _is_of_same_memory(found, tensor) for found in outputs):
-            self._probe = memory.version_probe(tensor)
-            self._version = self._probe._version
+            self._is_written = memory.write_watch(tensor)
 
     def watch_total(self, tensor: Tensor, edge: Edge, feeding: Feeding, unseen: range) -> None:
         """Compare the share with the total of the input, ``tensor``, in each pass; see ``watch_unseen``."""
@@ -202,7 +200,7 @@ class _Share(Armed):
 
     def why_refused(self) -> str:
         """Why a missing or partial share is not the truth; empty if it is."""
-        if self._probe is None or self._probe._version == self._version:
+        if self._is_written is None or not self._is_written():
             return ""
         return "the module returned a view of its input, which was changed in place later: torch hides its share"
 

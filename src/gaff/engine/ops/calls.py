@@ -65,9 +65,11 @@ class OpEvent:
 
     The order is ``before``, the op itself, ``change``, ``after``; an op that fails goes from ``before`` to ``close``,
     one that returns nothing by ``count``. Only that and ``change`` count it. ``node`` is None where nobody asks for it.
+    ``is_rewritten``: its value is edited, and is an argument into which it has written, though neither its name nor
+    ``inplace=True`` may tell: a copy is edited, and written back.
     """
 
-    __slots__ = ("_crossing", "_frames", "_is_met", "_marks", "_place", "index", "name", "node", "part", "row")
+    __slots__ = ("_crossing", "_frames", "_is_met", "_place", "index", "is_rewritten", "name", "node", "part", "row")
 
     def __init__(self, part: CallShare, row: Any, place: FrameType) -> None:
         self.part = part
@@ -79,13 +81,10 @@ class OpEvent:
         self._frames: list[Frame] | None = None
         self._is_met = False
         self._crossing: Crossing | None = None  # of its exit, once it is met
-        self._marks: list[tuple[Tensor, Mark]] = []
+        self.is_rewritten = False
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the op is called with: the arguments, edited. Tells the taps at its entry and sets gradient hooks there.
-
-        What the arguments hold is noted if its value will be edited, to see whether the op writes into one of them.
-        """
+        """What the op is called with: the arguments, edited. Taps at its entry are told, gradient hooks set there."""
         node, run = self.node, self.part.run
         if self.part.scope.repeats and may_repeat():
             self._follow_regions()
@@ -101,9 +100,6 @@ class OpEvent:
             self._frames.append(Frame(node))
             new = side.again(given, given) if run is None else side.cross(given, given, run, self.part.call)
             args, kwargs = new.args, new.kwargs
-        if self.has_values:
-            values = (*args, *kwargs.values())
-            self._marks = [(one, Mark(one)) for one in values if isinstance(one, Tensor)]
         return args, kwargs
 
     @property
@@ -122,18 +118,6 @@ class OpEvent:
         """
         self.count()
         return self._act(value, given, needs_graph=False)
-
-    def is_rewritten(self, value: Any) -> Tensor | None:
-        """A copy for the edit of an op that wrote into the argument that it returned; None for any other op.
-
-        Neither its name nor ``inplace=True`` may tell; what the argument holds does. The edited copy is
-        written back.
-        """
-        if self._marks and isinstance(value, Tensor):
-            for given, mark in self._marks:
-                if given is value and mark.is_written(given):
-                    return value.clone()
-        return None
 
     def after(self, value: Any, given: Arguments) -> None:
         """Tell who looks at the output, and set gradient hooks: ``value`` is what the model goes on with."""
@@ -263,15 +247,17 @@ class Unseen:
     def check(self, events: list[OpEvent], output: Any, *, has_values: bool) -> None:
         """Raises PlanError for a write into an argument that an edit has made, or into a list whose edit is asked for.
 
-        ``has_values``: whether an edit changes what the op returns.
+        ``has_values``: whether an edit changes what the op returns. Events are told where that is what it wrote into.
         """
         try:
-            self._check(events[0].name, output, has_values=has_values)
+            is_output = self._check(events[0].name, output, has_values=has_values)
+            for event in events:
+                event.is_rewritten = is_output and event.has_values
         except PlanError as error:
             _fail(events, error)
             raise
 
-    def _check(self, name: str, output: Any, *, has_values: bool) -> None:
+    def _check(self, name: str, output: Any, *, has_values: bool) -> bool:
         written = [one for one, mark in self._marks if mark.is_written(one)]
         if any(id(one) not in self._theirs for one in written):
             raise PlanError(
@@ -283,6 +269,7 @@ class Unseen:
             raise PlanError(
                 f"op {name!r} writes into several tensors: its output cannot be edited; edit where it is used"
             )
+        return any(one is output for one in written)
 
 
 def _fail(events: list[OpEvent], error: Exception) -> None:
@@ -322,7 +309,7 @@ def leave_op(events: list[OpEvent], output: Any, written: Written | None, args: 
     try:
         value = args[0] if output is None else output
         for event in events:
-            fresh = event.is_rewritten(value) if written is None and output is not None else None
+            fresh = value.clone() if event.is_rewritten and written is None else None
             is_plain = written is None and fresh is None  # else what it returned is no mere input
             new = event.change(value if fresh is None else fresh, Arguments(args if is_plain else (), kwargs))
             if fresh is None:

@@ -345,20 +345,20 @@ def _stand_in(optimizer: Any) -> Any:
 
 
 class Ownership:
-    """Tells which optimizers own some of ``parameters()``; remembers the answer for each as long as that lives."""
+    """Tells which optimizers own some of ``parameters()``; remembers the answer for each until it is given more."""
 
     def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
         self._parameters = parameters
-        self._known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Any, tuple[int, bool]] = WeakKeyDictionary()  # with how many it had
 
     def has(self, optimizer: Any) -> bool:
-        """Whether the optimizer owns any of the parameters; looked up at the first time only."""
-        known = self._known.get(optimizer)
-        if known is None:
+        """Whether the optimizer owns any of the parameters; looked up anew where ``add_param_group`` gave it more."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        count, known = sum(map(len, groups)), self._known.get(optimizer)
+        if known is None or known[0] != count:
             mine = {id(parameter) for parameter in self._parameters()}
-            groups = [group["params"] for group in optimizer.param_groups]
-            known = self._known[optimizer] = any(id(parameter) in mine for group in groups for parameter in group)
-        return known
+            known = self._known[optimizer] = count, any(id(one) in mine for group in groups for one in group)
+        return known[1]
 
 
 def count_steps(parameters: Callable[[], Iterable[Tensor]], completed: Callable[[], None]) -> Any:

@@ -43,8 +43,8 @@ class BadState:
     ``before``: they themselves, before the step or an optimizer's; ``gradients``: theirs, before the step, with the
     elements that were bad; ``used``: theirs as an optimizer was given them, with what made them so; ``made``:
     parameters that were bad right after an optimizer's step; ``kept``: what an optimizer keeps of a parameter, such as
-    a mean of squares, by the parameter, where that is bad. ``sites``: where they are. ``others``: parameters and running statistics that are no part of the
-    model, or of which there is none, as ops and optimizers have shown them.
+    a mean of squares, by the parameter, where that is bad. ``sites``: where they are. ``others``: parameters and
+    running statistics that are no part of the model, or of which there is none, as ops and optimizers have shown them.
     """
 
     def __init__(self) -> None:
