@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -989,3 +991,36 @@ def test_a_model_that_has_none_of_the_parameters_is_refused_before_anything_is_i
         gaff.clip_gradients(optimizer, norm=1.0, model=other)
     assert not optimizer._optimizer_step_pre_hooks
     gaff.clip_gradients(optimizer, norm=1.0, model=nn.Sequential(other, model)).remove()
+
+
+def test_a_parameter_that_is_swapped_is_limited_as_before():
+    """A conversion may swap a parameter's memory for another; it must not be held weakly then, and loses its hooks."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with gaff.clip_gradients(optimizer, value=0.1, when="backward"):
+            for convert in (model.float, model.double):
+                convert()
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    model(torch.ones(3, 4, dtype=model.weight.dtype)).sum().backward()
+                    optimizer.step()
+                assert model.weight.grad.abs().max().item() == pytest.approx(0.1)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_what_an_optimizer_no_longer_has_is_followed_no_more():
+    kept, gone = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([{"params": kept.parameters()}, {"params": gone.parameters()}], 0.0)
+    with gaff.clip_gradients(optimizer, value=0.1, when="backward"):
+        del optimizer.param_groups[1]
+        optimizer.step()
+        assert not gone.weight._backward_hooks
+        held = weakref.ref(gone)
+        del gone
+        gc.collect()
+        assert held() is None
+        kept(torch.ones(1, 2)).sum().backward()
+        assert kept.weight.grad.abs().max().item() == pytest.approx(0.1)

@@ -296,10 +296,47 @@ def test_a_model_that_returns_a_generator_is_refused():
                 yield self.lin(x)
 
     with (
-        pytest.raises(gaff.PlanError, match="returned an iterator"),
+        pytest.raises(gaff.PlanError, match="returned what computes later"),
         gaff.edit(Yields(), {"lin.weight:param": edits.zero()}) as changed,
     ):
         list(changed._model(torch.ones(2)))
+
+
+async def _async_of(h, w):
+    yield h * w
+
+
+async def _awaited(h, w):
+    return h * w
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda h, w: (part * w for part in h),
+        lambda h, w: (h, iter([h * w])),
+        lambda h, w: {"chunks": (part * w for part in h)},
+        lambda h, w: [lambda: h * w],
+        _async_of,
+        _awaited,
+    ],
+)
+def test_what_computes_later_would_use_the_parameter_as_it_is(make):
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.w = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return make(self.lin(x), self.w)
+
+    model = Late()
+    with (
+        pytest.raises(gaff.PlanError, match="returned what computes later"),
+        gaff.edit(model, {"w:param": edits.zero()}),
+    ):
+        model(torch.ones(2))
 
 
 BODIES = {

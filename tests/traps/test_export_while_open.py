@@ -37,3 +37,16 @@ def test_graphs_of_functorch_are_refused(port):
             with pytest.raises(gaff.PlanError, match="torch exports or traces the model while a gaff session is open"):
                 make()
     assert torch.equal(ahead(x), model(x))
+
+
+def test_symbolic_traces_are_refused():
+    """The graph would have nodes of its own for what the session has read, and a proxy would count as a run."""
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.ReLU()), torch.randn(1, 2)
+    bare = [str(node.target) for node in torch.fx.symbolic_trace(model).graph.nodes]
+    for session in (gaff.capture(model, gaff.maybe("0")), gaff.edit(model, {gaff.maybe("0"): gaff.edits.scale(2.0)})):
+        with session:
+            with pytest.raises(gaff.PlanError, match="torch exports or traces the model while a gaff session is open"):
+                torch.fx.symbolic_trace(model)
+            model(x)
+        assert session.receipt.runs == 1
+    assert [str(node.target) for node in torch.fx.symbolic_trace(model).graph.nodes] == bare

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -144,12 +144,12 @@ def iter_deep(value: Any, depth: int = 6, seen: set[int] | None = None) -> Itera
 
 
 def holds_code(value: Any, depth: int = 6) -> bool:
-    """Whether ``value``, or a container in it, holds something that computes later: a function, a generator."""
+    """Whether ``value``, or a container in it, holds what computes later: a function, a generator, a coroutine."""
     if isinstance(value, (Tensor, *_PLAIN_LEAVES, type, torch.nn.Module)) or depth == 0:
         return False
     inside = children(value)
     if inside is None:
-        return callable(value) or isinstance(value, Iterator)
+        return callable(value) or isinstance(value, (Iterator, AsyncIterator, Awaitable))
     return any(holds_code(child, depth - 1) for _, child in inside)
 
 

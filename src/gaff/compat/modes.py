@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace as symbolic
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from gaff.compat import distributed
@@ -42,6 +43,13 @@ _RECORDING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeK
 def is_recording() -> bool:
     """Whether what runs on this thread is made into a graph, by ``make_fx`` or autograd ahead of time (functorch)."""
     return dispatch_depth() > 0 and any(torch._C._get_dispatch_mode(one) is not None for one in _RECORDING)
+
+
+def is_traced() -> bool:
+    """Whether what runs on this thread is made into a program: by ``torch.jit.trace``, ``torch.export``, ``make_fx`` or
+    ``torch.fx.symbolic_trace``, which calls with proxies."""
+    is_symbolic = symbolic._is_fx_tracing_flag and not torch.compiler.is_compiling()
+    return bool(torch._C._get_tracing_state()) or torch.compiler.is_exporting() or is_recording() or is_symbolic
 
 
 def has_function_mode() -> bool:

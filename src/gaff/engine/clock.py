@@ -20,7 +20,6 @@ from threading import get_ident
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gaff.address.nested import iter_deep
@@ -185,7 +184,7 @@ class Clock:
         if self.closed or not self.is_own_thread():
             self.has_others = True
             return None
-        if torch._C._get_tracing_state() or torch.compiler.is_exporting() or modes.is_recording():
+        if modes.is_traced():
             raise PlanError("torch exports or traces the model while a gaff session is open on it: close it first")
         run = Run(next(self._numbers), self.step, self._size, _memory(args, kwargs), self._addresses)
         self.latest = run

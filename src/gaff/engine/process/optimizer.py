@@ -242,24 +242,28 @@ class BackwardGuard:
     """Calls ``change(parameter, gradient)`` for each gradient as backward brings it; its result goes on.
 
     It is called inside backward, as a rule once a pass, with what autograd has added up in it, before that is added to
-    ``parameter.grad``. Parameters are held weakly, and known by identity: tensors cannot be compared by ``==``. FSDP2's
-    come by another way, after they were reduced over processes.
+    ``parameter.grad``. Parameters are held as long as they are followed, since torch cannot swap one (a conversion of
+    the model may) that has weak references, and known by identity: tensors cannot be compared by ``==``. FSDP2's come
+    by another way, after they were reduced over processes.
     """
 
     def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._change = change
-        self._handles: dict[int, tuple[ref[Tensor], Any]] = {}  # by identity: tensors are not compared
+        self._handles: dict[int, tuple[Tensor, Any, int]] = {}  # by identity; with the tensor inside, as it was hooked
         self._sharded: dict[int, _Listener] = {}
 
     def follow(self, parameters: Iterable[Tensor], model: Any = None) -> list[Tensor]:
-        """Follow these parameters, and return those that were not followed yet.
+        """Follow these parameters and no others, and return those that were not followed yet.
 
-        To be called again when some have come, or have come to require grad. ``model``: whose FSDP2's parameters are;
-        without it they are taken for ordinary ones.
+        To be called again when some have come or gone, or have come to require grad. ``model``: whose FSDP2's
+        parameters are; without it they are taken for ordinary ones. One that was swapped has lost its hook.
         """
         shards = distributed.sharded_parameters(model) if model is not None else {}
         records = {id(record.sharded_param): record for record, _ in shards.values()}
         new: list[Tensor] = []
+        parameters = list(parameters)
+        for gone in self._handles.keys() - set(map(id, parameters)):
+            self._handles.pop(gone)[1].remove()
         for parameter in parameters:
             record = records.get(id(parameter))
             if record is not None:
@@ -270,26 +274,35 @@ class BackwardGuard:
                 self._sharded[id(parameter)].gradient.follow()
                 continue
             known = self._handles.get(id(parameter))
-            if parameter.requires_grad and (known is None or known[0]() is not parameter):
-                weak = ref(parameter)
-                handle = on_gradient(parameter, partial(self._arrived, weak))
+            if known is not None and known[2] != parameter._cdata:
+                parameter._backward_hooks = None  # or torch would add to a table that it no longer reads
+                known = None
+            if parameter.requires_grad and known is None:
+                handle = on_gradient(parameter, partial(_arrived, ref(self), id(parameter)))
                 take_turn(handle, _LAST)
-                self._handles[id(parameter)] = weak, handle
+                self._handles[id(parameter)] = parameter, handle, parameter._cdata
                 new.append(parameter)
         return new
 
-    def _arrived(self, parameter: Callable[[], Tensor | None], gradient: Tensor | None) -> Tensor | None:
-        """Hand a gradient on to ``change``; a custom Function hands None to what it does not need."""
-        return None if gradient is None else self._change(parameter(), gradient)  # type: ignore[arg-type]
+    def arrived(self, which: int, gradient: Tensor) -> Tensor | None:
+        """Hand the gradient of the parameter of this identity on to ``change``."""
+        known = self._handles.get(which)
+        return None if known is None else self._change(known[0], gradient)
 
     def close(self) -> None:
         """Remove all hooks; gradients come as autograd brings them."""
-        for _, handle in self._handles.values():
+        for _, handle, _ in self._handles.values():
             handle.remove()
         self._handles.clear()
         for one in self._sharded.values():
             one.gradient.leave(one)
         self._sharded.clear()
+
+
+def _arrived(guard: ref[BackwardGuard], which: int, gradient: Tensor | None) -> Tensor | None:
+    """A gradient has come; a custom Function hands None to what it does not need. The hook holds no guard."""
+    found = guard()
+    return None if gradient is None or found is None else found.arrived(which, gradient)
 
 
 class _Listener:
