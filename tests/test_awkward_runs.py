@@ -320,3 +320,33 @@ def test_many_short_trainings_from_weights_set_back_do_not_diverge(tmp_path, is_
                 model.load_state_dict({name: before[name] + 0.1 * (after[name] - before[name]) for name in before})
     record = gaff.load(tmp_path / "run")
     assert ("diverging" in {one.rule for one in record.findings}) is not is_set_back, str(record.verdict)
+
+
+def test_what_adam_keeps_is_compared_with_the_gradient_of_the_same_elements(tmp_path):
+    """State that lies in memory in another order, and rows of a sparse gradient, are left out; halves do not overflow.
+
+    Both would look like moments that are far too small for their gradients.
+    """
+    torch.manual_seed(0)
+    conv = nn.Conv2d(64, 96, 3, padding=1).to(memory_format=torch.channels_last)
+    table = nn.Embedding(32, 16, sparse=True)
+    half = nn.Linear(4, 4, bias=False).half()
+    models = nn.ModuleDict({"conv": conv, "table": table, "low": half})
+    adam, sparse = torch.optim.Adam(conv.parameters(), 1e-5), torch.optim.SparseAdam(table.parameters(), 1e-5)
+    momentum = torch.optim.SGD(half.parameters(), 0.0, momentum=0.9)
+    scale = torch.randn(96, 64, 3, 3)
+    kept = {"step": torch.tensor(100.0), "exp_avg": torch.zeros_like(scale), "exp_avg_sq": scale.square() * 0.1}
+    adam.state[conv.weight] = kept  # contiguous, as from a checkpoint
+    with gaff.watch(models, out=tmp_path / "run", every=1):
+        for _ in range(8):
+            for optimizer in (adam, sparse, momentum):
+                optimizer.zero_grad()
+            ids = torch.randint(0, 32, (4, 8))  # as many as the table has rows
+            loss = (conv.weight * scale).sum() + table(ids).square().sum() + (half.weight * 60000.0).float().sum()
+            loss.backward()
+            for optimizer in (adam, sparse, momentum):
+                optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    for site in ("conv.weight:param", "table.weight:param"):
+        assert not [one for one in record.series(site, "adam_rms").values if one == one], site
+    assert record.series("low.weight:param", "momentum").values[0] == pytest.approx(240000.0)

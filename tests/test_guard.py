@@ -1,7 +1,9 @@
 """``gaff.guard``: the first NaN or inf of a training run stops it, with its origin."""
 
 import copy
+import gc
 import math
+import weakref
 from contextlib import ExitStack
 
 import pytest
@@ -469,3 +471,17 @@ def test_runs_that_no_step_has_followed_are_told_as_unread():
     with gaff.guard(model) as guard, torch.no_grad():
         model(x)
     assert not guard.notes
+
+
+def test_the_model_goes_with_its_guard():
+    model = nn.Linear(4, 2)
+    held = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        with gaff.guard(model) as guard:
+            model(torch.ones(1, 4)).sum().backward()
+        del model, guard
+        assert held() is None
+    finally:
+        gc.enable()

@@ -148,6 +148,19 @@ def test_units_know_their_extremes(compiled, dtype, shape, dim):
         torch.testing.assert_close(units[2], both.abs().sum(rest_of_both), rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(6, 40), (6, 40, 5, 7)])
+def test_a_nan_is_no_extreme_of_its_unit(compiled, shape):
+    x = torch.randn(shape)
+    x[1], x[:, 3] = math.nan, math.nan  # of one input all units, of one unit all inputs
+    inner = x[0, 0].numel()
+    both = [torch.tensor([[-math.inf], [math.inf], [0.0]], dtype=torch.float64).repeat(1, 40) for _ in range(2)]
+    compiled.observe_units_(x, both[0], inner)
+    plain.observe_units_(x, both[1], inner)
+    assert torch.equal(both[0][:2], both[1][:2])
+    by_unit = x.transpose(0, 1).flatten(1).double().nan_to_num(-math.inf).amax(1)
+    assert torch.equal(both[1][0], by_unit)
+
+
 def test_many_at_once_are_the_same_as_one_by_one(compiled):
     torch.manual_seed(0)
     xs = [torch.randn(n) for n in (1, 100, 0, 4096, 500_000)] + [torch.randn(70, 80).t(), torch.tensor([math.nan])]

@@ -426,3 +426,18 @@ def test_edits_of_several_sessions_stand_in_one_upon_the_other(body, use_reentra
     truth(given).square().sum().backward()
     torch.testing.assert_close(both[0][0], given.grad)
     torch.testing.assert_close(both[0][1], truth.a.weight.grad * 2.0)
+
+
+def test_weights_that_were_tied_when_the_session_was_opened():
+    """Between two runs they are given to each module apart: what the address names now is edited, and nothing else."""
+    model, x = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)), torch.randn(2, 3)
+    model[1].weight = model[0].weight
+    apart = {name: value.clone() for name, value in model.state_dict().items()}
+    weight = model[0].weight.detach()
+    with gaff.edit(model, {"0.weight:param": edits.scale(0.5)}) as changed:
+        tied = model(x)
+        model.load_state_dict(apart, assign=True)
+        untied = model(x)
+    assert torch.equal(tied, x @ (weight * 0.5).T @ (weight * 0.5).T)
+    assert torch.equal(untied, x @ (weight * 0.5).T @ weight.T)
+    assert changed.receipt.rows[0].fired == 2

@@ -278,7 +278,10 @@ class Record:
         return {}
 
     def magnitudes(self, site: str, phase: str = "train", rank: int = 0) -> list[tuple[int, list[float]]]:
-        """For each sampled step the shares of the finite elements in the 64 buckets of magnitude, within 3.3 %."""
+        """For each sampled step the shares of the finite elements in the 64 buckets of magnitude, within 3.3 %.
+
+        Those of ``:grad_output`` under a GradScaler are of what half precision held: times the scaler's factor.
+        """
         key = _find(self.names(), site, self.path, phase)
         part = self.part(rank)
         found = []

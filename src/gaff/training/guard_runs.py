@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -40,13 +41,16 @@ class KeptRuns:
     is_examining: ClassVar[bool] = False
 
     def __init__(self, full: Callable[[], None]) -> None:
-        """``full`` is called where more numbers have come than are to be kept; it must read and ``forget`` them."""
+        """``full`` is called where more numbers have come than are to be kept; it must read and ``forget`` them.
+
+        A method, held weakly: the model is let go of with the guard, and waits for no garbage collector.
+        """
         self.current: Batch | None = None
         self.latest: Tensor | None = None
         self.version = -1
         self.is_traced = False
         self.batches: deque[Batch] = deque(maxlen=KEPT)
-        self._full = full
+        self._full = WeakMethod(full)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A run begins: keep its inputs and state, so that it can be run again."""
@@ -68,7 +72,9 @@ class KeptRuns:
         if self.is_examining or not self.is_traced:
             return None
         if self.batches and len(self.batches[-1].sums) > _MOST_SUMS:
-            self._full()
+            full = self._full()
+            if full is not None:
+                full()
         if not self.batches or not self.batches[-1].is_unseen:
             self.batches.append(replace(Batch.of((), {}), is_unseen=True))
         return self.batches[-1]

@@ -61,7 +61,8 @@ class Standing:
 
     def __init__(self, original: Tensor, owners: Sequence[nn.Module]) -> None:
         self.original = original
-        self._owners = list(owners)
+        held = [owner for owner in owners if any(value is original for value in owner._parameters.values())]
+        self._owners = held or list(owners)  # one that shared it may have been given another since
         self._rows: list[_Row] = []
         self._called: list[Tensor] = []  # what goes for a Parameter while it stands in
         self._waiting: list[_Wait] = []

@@ -7,6 +7,7 @@ made on the way stays small.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -43,13 +44,14 @@ def observe_units_(x: Tensor, units: Tensor, inner: int) -> None:
     """Add to ``units`` what each unit of ``x`` did, as ``observe_`` reads it.
 
     ``units``, [3, n], float64, is written in place: the largest and smallest value and the sum of magnitudes of each
-    unit so far. The elements of a unit are ``inner`` neighbours in memory, those of all ``n`` units follow each other;
-    ``x`` is dense.
+    unit so far; a NaN is neither largest nor smallest. The elements of a unit are ``inner`` neighbours in memory, those
+    of all ``n`` units follow each other; ``x`` is dense.
     """
     table = in_memory_order(x.detach()).view(-1, units.shape[1], inner)
     if table.shape[0]:
-        torch.maximum(units[0], table.amax((0, 2)).double(), out=units[0])
-        torch.minimum(units[1], table.amin((0, 2)).double(), out=units[1])
+        is_nan = table.isnan()
+        torch.maximum(units[0], table.masked_fill(is_nan, -math.inf).amax((0, 2)).double(), out=units[0])
+        torch.minimum(units[1], table.masked_fill(is_nan, math.inf).amin((0, 2)).double(), out=units[1])
         units[2] += table.abs().sum((0, 2), dtype=torch.float64)
 
 

@@ -169,7 +169,7 @@ class Update:
                 continue
             first = _moment(state.get("exp_avg", state.get("momentum_buffer")))
             if first is not None:
-                firsts.append((one, some_of(first, _FEW)))
+                firsts.append((one, _wide(some_of(first, _FEW))))
             known = _second_moment(state, one)
             if known is not None:
                 seconds.append((one, *known))
@@ -343,11 +343,18 @@ def _second_moment(state: dict[str, Any], one: Owned) -> tuple[Tensor, Tensor, f
     """
     second, gradient = _moment(state.get("exp_avg_sq")), _moment(one.parameter.grad)
     betas, count = one.group.get("betas"), state.get("step")
-    if second is None or gradient is None or second.shape != gradient.shape or not betas or count is None:
-        return None
+    if second is None or gradient is None or not betas or count is None or one.parameter.grad.is_sparse:
+        return None  # of a sparse gradient what can be read are the rows that it stores
+    if second.shape != gradient.shape or (second.numel() > _FEW and _layout(second) != _layout(gradient)):
+        return None  # samples of the two would be of other elements
     if isinstance(count, Tensor) and count.device.type != "cpu":
         return None  # of a capturable or fused optimizer: not worth waiting for
     return some_of(gradient, _FEW), some_of(second, _FEW), 1 - float(betas[1]) ** float(count)
+
+
+def _layout(value: Tensor) -> list[int]:
+    """How elements follow each other in memory: the strides of dimensions that have several."""
+    return [value.stride(dim) for dim, size in enumerate(value.shape) if size > 1]
 
 
 def _is_nonzero(parameter: Tensor) -> Tensor | None:
