@@ -1,6 +1,7 @@
 """What one rank does in runs in which processes differ: importable, so that processes can be spawned with it."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -163,3 +164,51 @@ def kept_beside_gloo(rank):
     handle.remove()
     [value] = outputs
     return torch._C._is_cow_tensor(value), torch.equal(got["0"], value)
+
+
+def two_stages(rank, out):
+    """A pipeline of two stages whose modules have the same names, by hand; the loss of the last stage at each step."""
+    torch.manual_seed(rank)
+    stage = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    generator, told = torch.Generator().manual_seed(1), []
+    with gaff.watch(out=out, every=1):
+        for _ in range(24):
+            x = torch.randn(16, 8, generator=generator)
+            optimizer.zero_grad()
+            if rank == 0:
+                made = stage(x)
+                dist.send(made.detach(), 1)
+                back = torch.empty_like(made)
+                dist.recv(back, 1)
+                made.backward(back)
+            else:
+                given = torch.empty(16, 8)
+                dist.recv(given, 0)
+                loss = nn.functional.cross_entropy(stage(given.requires_grad_()), x.argmax(1))
+                loss.backward()
+                told.append(loss.item())
+                dist.send(given.grad, 0)
+            optimizer.step()
+    return told
+
+
+def one_probes(rank, out):
+    """DistributedDataParallel; between epochs the first process alone fits something else."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gaff.watch(out=out, every=1):
+        for _ in range(2):
+            for _ in range(6):
+                optimizer.zero_grad()
+                model(torch.randn(8, 8)).square().sum().backward()
+                optimizer.step()
+            if rank == 0:
+                probe = nn.Linear(16, 4)
+                own = torch.optim.Adam(probe.parameters())
+                for _ in range(4):
+                    own.zero_grad()
+                    probe(torch.randn(8, 16)).sum().backward()
+                    own.step()
+            dist.barrier()

@@ -72,3 +72,27 @@ def test_units_across_parts_are_refused_before_anything_is_clipped():
 def test_what_is_kept_is_copied_beside_the_threads_of_gloo():
     assert of_ranks(rank_corners.kept_beside_gloo, 2) == [(False, True)] * 2
     assert rank_corners.kept_beside_gloo(0) == (True, True)  # without a process group
+
+
+def test_stages_of_a_pipeline_with_the_same_names_are_not_one_model(tmp_path):
+    """What is not one tensor is not put together; the loss is told by the process that has it."""
+    losses = of_ranks(rank_corners.two_stages, 2, tmp_path / "run")[1]
+    run = gaff.load(tmp_path / "run")
+    for read in (
+        lambda: run.scalar("grad_norm", rank="all"),
+        lambda: run.series("0.weight:grad", "norm", rank="all"),
+        lambda: run.series("0.weight:param", "rms", rank="all"),
+    ):
+        with pytest.raises(gaff.RecordError, match="ranks 0 and 1 tell different numbers of it"):
+            read()
+    assert run.scalar("loss", rank=1).values == pytest.approx(losses)
+    assert "the loss 'loss' went from about" in str(run.verdict), str(run.verdict)
+
+
+def test_steps_that_processes_count_apart_are_not_put_together(tmp_path):
+    of_ranks(rank_corners.one_probes, 2, tmp_path / "run")
+    run = gaff.load(tmp_path / "run")
+    for read in (lambda: run.scalar("grad_norm", rank="all"), lambda: run.series("0", "rms", rank="all")):
+        with pytest.raises(gaff.RecordError, match="where something else was trained as well: expected one rank"):
+            read()
+    assert len(run.series("0", "rms", rank=1)) == 12

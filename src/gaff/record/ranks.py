@@ -23,6 +23,7 @@ _LOOK = "look at that process's own output and at the last rows of its flight re
 _LEAST_STEPS = 8
 _LATE = 0.1  # of a step
 _OWN = "rank "  # begins the place of what a process has for itself alone
+_COMPARED = ("count", "mean", "std", "min", "max")
 _OF_WHOLES = ("zero_gradient", "vanishing", "sparse_gradient", "never_updated", "update_small")
 
 Rows = dict[int, dict[str, float]]  # the stored numbers of a site by step and name
@@ -240,6 +241,7 @@ def together(parts: Sequence[RankPart], key: tuple[str, str], stat: str, phase: 
     if stat not in BY_NAME or not BY_NAME[stat].merge:
         known = ", ".join(one.name for one in STATISTICS if one.merge)
         raise RecordError(f"{stat!r} of several processes does not add up: expected one of {known}")
+    _need_same_steps(parts)
     rows = [_to_scale(one, part, key, phase) for part, one in _distinct(parts, key, phase)]
     steps = sorted(set.intersection(*(set(one) for one in rows))) if rows else []
     return steps, [merged([one[step] for one in rows], stat) for step in steps]
@@ -259,10 +261,11 @@ def scalar_together(parts: Sequence[RankPart], name: str, rank: str) -> tuple[li
     if rank != "all" or name != "grad_norm":
         ranks = [part.rank for part in parts]
         raise RecordError(f"{name!r} with rank={rank!r}: expected one of {ranks}; 'all' is for 'grad_norm'")
+    _need_same_steps(parts)
     told = [_times(part, "grad_norm") for part in parts]
     steps = sorted(set.intersection(*(set(one) for one in told))) if told else []
     squares = dict.fromkeys(steps, 0.0)
-    owner: dict[tuple[tuple[str, str], str], int] = {}  # of several that hold the same part one counts
+    known: dict[tuple[int, tuple[str, str], str], tuple[int, float]] = {}  # of several that hold the same one counts
     for part in parts:
         places = _places(part)
         for at, (step, _) in enumerate(part.tables):
@@ -271,11 +274,52 @@ def scalar_together(parts: Sequence[RankPart], name: str, rank: str) -> tuple[li
                 continue
             for row, key in enumerate(table.layout.rows):
                 path, _, port = key[1].rpartition(":")
-                if port == "grad" and owner.setdefault((key, places.get((key[0], path), "")), part.rank) == part.rank:
-                    norm = value_of(table.columns, row, "norm")
-                    squares[step] += norm * norm if norm and norm > 0 else 0.0  # NaN where a process has no element
+                norm = (value_of(table.columns, row, "norm") or 0.0) if port == "grad" else 0.0
+                if norm > 0:  # NaN where a process has no element
+                    place = step, key, places.get((key[0], path), "")
+                    owner, first = known.setdefault(place, (part.rank, norm))
+                    if norm != first:
+                        raise _no_replica(key[1], owner, part.rank)
+                    squares[step] += norm * norm if owner == part.rank else 0.0
     is_odd = {step for step in steps if any(math.isinf(one[step]) for one in told)}
     return steps, [math.inf if step in is_odd else math.sqrt(squares[step]) for step in steps]
+
+
+def _need_same_steps(parts: Sequence[RankPart]) -> None:
+    """Raises RecordError where one step of the run is another one of the optimizer's in different processes.
+
+    Something was trained on one of them alone: numbers of different steps would be put together.
+    """
+    counted = [(part.rank, _own_steps(part)) for part in parts]
+    for rank, steps in counted[1:]:
+        first, known = counted[0]
+        step = next((one for one in sorted(steps.keys() & known.keys()) if steps[one] != known[one]), None)
+        if step is not None:
+            raise RecordError(
+                f"step {step} of the run is step {known[step]} of an optimizer on rank {first} and step {steps[step]} "
+                f"on rank {rank}, where something else was trained as well: expected one rank, such as rank={first}"
+            )
+
+
+def _own_steps(part: RankPart) -> dict[int, int]:
+    """By step of the run the number that the optimizer of its parameters counts, of looks that tell of both."""
+    found: dict[int, int] = {}
+    run = None
+    for at, (step, _) in enumerate(part.tables):
+        table = part.table(at)
+        if table is not None and table.phase == "train":
+            is_of_parameters = table.layout.group == "parameters"
+            if is_of_parameters and run is not None:
+                found.setdefault(run, step)
+            run = run if is_of_parameters else step
+    return found
+
+
+def _no_replica(site: str, rank: int, other: int) -> RecordError:
+    return RecordError(
+        f"{site!r}: ranks {rank} and {other} tell different numbers of it, and neither says that it holds a part: they "
+        f"are not one tensor; expected one rank, such as rank={rank}"
+    )
 
 
 def _places(part: RankPart) -> dict[tuple[str, str], str]:
@@ -301,6 +345,8 @@ def _distinct(parts: Sequence[RankPart], key: tuple[str, str], phase: str) -> li
         places = told.get("places") or {}
         if port in ("param", "grad", "update") or path in places:
             place = str(places.get(path, ""))  # without one every process has the whole of it
+            if place in found and not _tell_the_same(found[place][1], rows):
+                raise _no_replica(key[1], found[place][0].rank, part.rank)
         else:
             place = str(told.get("same_rows") or part.rank)
             if place in found and not _is_one_tensor(found[place][1], rows):
@@ -327,11 +373,19 @@ def _is_one_tensor(one: Rows, other: Rows) -> bool:
     Compared are the steps that both have looked at. Parts of a tensor may be alike where all its elements are: of such
     numbers nobody can tell.
     """
-    names = ("count", "mean", "std", "min", "max")
-    both = one.keys() & other.keys()
-    is_clear = any(one[step]["min"] < one[step]["max"] for step in both)
-    is_same = all(one[step].get(name) == other[step].get(name) for step in both for name in names)
-    return one is other or (is_clear and is_same)
+    is_clear = any(one[step]["min"] < one[step]["max"] for step in one.keys() & other.keys())
+    return one is other or (is_clear and _tell_the_same(one, other))
+
+
+def _tell_the_same(one: Rows, other: Rows) -> bool:
+    """Whether two processes tell the same numbers of a site at the steps that both have looked at."""
+
+    def values(rows: Rows) -> list[float]:
+        return [rows[step].get(name, math.nan) for step in both for name in _COMPARED]
+
+    both = sorted(one.keys() & other.keys())
+    pairs = zip(values(one), values(other), strict=True)
+    return all(here == there or (math.isnan(here) and math.isnan(there)) for here, there in pairs)
 
 
 def _rows(part: RankPart, key: tuple[str, str], phase: str) -> Rows:

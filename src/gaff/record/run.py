@@ -278,10 +278,7 @@ class Record:
         return {}
 
     def magnitudes(self, site: str, phase: str = "train", rank: int = 0) -> list[tuple[int, list[float]]]:
-        """For each sampled step the shares of the finite elements in the 64 buckets of magnitude, within 3.3 %.
-
-        Those of ``:grad_output`` under a GradScaler are of what half precision held: times the scaler's factor.
-        """
+        """For each sampled step the shares of the finite elements in the 64 buckets of magnitude, within 3.3 %."""
         key = _find(self.names(), site, self.path, phase)
         part = self.part(rank)
         found = []
@@ -385,8 +382,9 @@ def _read_head(path: Path) -> dict[str, Any]:
 
 
 def _case(record: Record) -> RunCase:
-    """A run as causes see it, by its first process."""
-    part = record.part(record.ranks[0])
+    """A run as causes see it, by its first process that knows of a loss: in a pipeline that is the last stage."""
+    loss = next((name for name in record.scalars if name.startswith("loss:")), "")
+    part = record.part(teller_of(record, loss))
     told = [(step, one) for step, one in part.events if one.get("kind") == "look" and one.get("phase") == "train"]
     looks = [one for _, one in told]
     optimizers = [one["optimizers"] for one in looks if isinstance(one.get("optimizers"), int)]
@@ -415,10 +413,21 @@ def _case(record: Record) -> RunCase:
     )  # fmt: skip
 
 
+def teller_of(record: Record, name: str) -> int:
+    """The first process that has told of a scalar such as ``loss:loss``; the first of all where none has."""
+    return next((rank for rank in record.ranks if name in record.part(rank).series), record.ranks[0])
+
+
 def norm_of_all(record: Record) -> Series:
-    """The norm of all gradients of a run as a whole: of all parts where processes hold parts of the parameters."""
+    """The norm of all gradients of a run as a whole: of all parts where processes hold parts of the parameters.
+
+    Empty where what processes tell cannot be put together.
+    """
     is_share = len(record.ranks) > 1 and holds_parts(record._parts)
-    return record.scalar("grad_norm", "all" if is_share else record.ranks[0])
+    try:
+        return record.scalar("grad_norm", "all" if is_share else record.ranks[0])
+    except RecordError:  # where each process has trained something of its own beside it
+        return Series([], [])
 
 
 def _reach(looks: Iterable[Mapping[str, Any]]) -> tuple[float, float] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gaff.record.finding import Finding
-from gaff.record.run import Record, norm_of_all
+from gaff.record.run import Record, norm_of_all, teller_of
 from gaff.record.summary import summary_of
 from gaff.views.notebook import Cell, Shown, cell, colored, safe, sparkline_image, table_html
 from gaff.views.run_text import gradient_of, next_commands, number, series_of
@@ -62,7 +62,7 @@ def _curves(record: Record) -> Shown:
     rows: list[tuple[Cell, ...]] = []
     for name in record.scalars:
         if name.startswith("loss:") or name in ("grad_norm", "lr", "scale"):
-            series = norm_of_all(record) if name == "grad_norm" else record.scalar(name, record.ranks[0])
+            series = norm_of_all(record) if name == "grad_norm" else record.scalar(name, teller_of(record, name))
             if len(series):
                 title = f"{name.removeprefix('loss:')} over {len(series)} steps"
                 rows.append((name.removeprefix("loss:").replace("_", " "), sparkline_image(series.values, title),

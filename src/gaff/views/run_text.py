@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gaff.record.finding import Finding
-from gaff.record.run import Record, Series, norm_of_all
+from gaff.record.run import Record, Series, norm_of_all, teller_of
 from gaff.record.summary import summary_of
 from gaff.record.verdict import LEAST_LOOKS
 from gaff.views.text import counted, table
@@ -114,7 +114,7 @@ def report(
     parts = [f"{record.path}: {verdict(record)}", *reasons(record)]
     for name in record.scalars:
         if name.startswith("loss:") or name in ("grad_norm", "lr", "scale"):
-            series = norm_of_all(record) if name == "grad_norm" else record.scalar(name, record.ranks[0])
+            series = norm_of_all(record) if name == "grad_norm" else record.scalar(name, teller_of(record, name))
             if len(series):
                 ends = f"{number(series.values[0])} to {number(series.values[-1])}"
                 parts.append(f"{name.removeprefix('loss:'):<12} {sparkline(series.values, plain=plain)} {ends}")

@@ -341,10 +341,13 @@ def _second_moment(state: dict[str, Any], one: Owned) -> tuple[Tensor, Tensor, f
     That is its bias, 1 - beta2 ** step (Kingma & Ba, "Adam", 2015, section 3). None where anything of it is not there,
     or is on a device and would have to be waited for.
     """
-    second, gradient = _moment(state.get("exp_avg_sq")), _moment(one.parameter.grad)
+    grad = one.parameter.grad
+    if grad is None or grad.is_sparse:
+        return None  # of a sparse one what can be read are the rows that it stores
+    second, gradient = _moment(state.get("exp_avg_sq")), _moment(grad)
     betas, count = one.group.get("betas"), state.get("step")
-    if second is None or gradient is None or not betas or count is None or one.parameter.grad.is_sparse:
-        return None  # of a sparse gradient what can be read are the rows that it stores
+    if second is None or gradient is None or not betas or count is None:
+        return None
     if second.shape != gradient.shape or (second.numel() > _FEW and _layout(second) != _layout(gradient)):
         return None  # samples of the two would be of other elements
     if isinstance(count, Tensor) and count.device.type != "cpu":
