@@ -33,7 +33,7 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 41_200
+MOST_LINES = 41_500
 MOST_OF_CORE = 14_650
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 

@@ -350,3 +350,69 @@ def test_what_adam_keeps_is_compared_with_the_gradient_of_the_same_elements(tmp_
     for site in ("conv.weight:param", "table.weight:param"):
         assert not [one for one in record.series(site, "adam_rms").values if one == one], site
     assert record.series("low.weight:param", "momentum").values[0] == pytest.approx(240000.0)
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_closure_that_adds_gradients_up(tmp_path, clears):
+    """The loss of LBFGS explodes without ``zero_grad`` in the closure, at whatever rate: that is no rate too high."""
+    torch.manual_seed(0)
+    wave = torch.sin(torch.arange(0, 40, 0.2) + torch.arange(30)[:, None] * 0.3).unfold(1, 9, 9).reshape(-1, 9)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=10)
+
+    def closure():
+        if clears:
+            optimizer.zero_grad()
+        loss = F.mse_loss(model(wave[:, :8]), wave[:, 8:])
+        loss.backward()
+        return loss
+
+    with gaff.watch(model, optimizer, out=tmp_path / "run"):
+        for _ in range(25):
+            optimizer.step(closure)
+    record = gaff.load(tmp_path / "run")
+    assert ("not_cleared" in {one.rule for one in record.findings}) is not clears
+    assert ("gradients are not cleared" in record.verdict.cause) is not clears, str(record.verdict)
+
+
+def _gan(tmp_path, *, in_one_batch):
+    """A GAN of binary images, whose discriminator sees real and generated ones in one batch, or apart."""
+    torch.manual_seed(0)
+    data = torch.where(torch.rand(256, 64) < 0.15, 1.0, -1.0)
+    data[:, ::2] = -1.0
+    generator = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh())
+    critic = nn.Sequential(nn.Linear(64, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+    of_g = torch.optim.Adam(generator.parameters(), 2e-3, betas=(0.5, 0.999))
+    of_d = torch.optim.Adam(critic.parameters(), 2e-4, betas=(0.5, 0.999))
+    judge, ones, zeros = F.binary_cross_entropy_with_logits, torch.ones(64, 1), torch.zeros(64, 1)
+    with gaff.watch({"G": generator, "D": critic}, out=tmp_path / "run", every=4):
+        for _ in range(300):
+            real, made = data[torch.randint(256, (64,))], generator(torch.randn(64, 8))
+            of_g.zero_grad()
+            g_loss = judge(critic(made), ones)
+            g_loss.backward()
+            of_g.step()
+            of_d.zero_grad()
+            if in_one_batch:
+                d_loss = judge(critic(torch.cat([real, made.detach()])), torch.cat([ones, zeros]))
+            else:
+                d_loss = (judge(critic(real), ones) + judge(critic(made.detach()), zeros)) / 2
+            d_loss.backward()
+            of_d.step()
+    assert (made.abs() > 0.97).float().mean() > 0.5
+    return gaff.load(tmp_path / "run")
+
+
+@pytest.mark.parametrize("in_one_batch", [True, False])
+def test_a_gan_at_rest_has_no_wrong_labels_and_no_saturated_output(tmp_path, in_one_batch):
+    record = _gan(tmp_path, in_one_batch=in_one_batch)
+    assert record.verdict.state == "healthy", str(record.verdict)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25])
+def test_guessing_a_coin_costs_no_more_than_a_bit(share):
+    from gaff.training.watch.step_facts import _of_probabilities
+
+    targets = (torch.arange(16)[:, None] < 16 * share).float()
+    expected = -(share * math.log(share) + (1 - share) * math.log(1 - share))
+    assert expected <= _of_probabilities(targets, {}).item() <= math.log(2) + 1e-6

@@ -21,9 +21,9 @@ def nothing_learned(case: RunCase) -> Claim | None:
 
     Layers that are dead, steps that are too small or too large, gradients that do not arrive would have been: what is
     left are labels that do not belong to the inputs, or a task that is hard. With such labels weights shrink, and ReLUs
-    fall silent for many examples.
+    fall silent for many examples. Not of several losses with an optimizer each: those of a GAN rest there.
     """
-    if not _may_be_unlearned(case):
+    if not _may_be_unlearned(case) or (case.optimizers > 1 and len(case.losses) > 1):
         return None
     assert case.loss is not None
     name, curve = case.loss

@@ -18,7 +18,8 @@ _KEPT = 0.05  # of a change that is still there
     severity="error",
     means="gradients are not cleared between steps: each step uses those of earlier ones, too",
     cause="optimizer.zero_grad() is missing, or called on another optimizer",
-    remedy="call optimizer.zero_grad() once for each step, and not between backward passes that belong together",
+    remedy="call optimizer.zero_grad() once for each step (in a closure first of all), and not between backward passes "
+    "that belong together",
     least=3,
     share=0.5,
     hides=("exploding", "update_large", "diverging", "loss_spike"),

@@ -15,7 +15,7 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from gaff.record.sample import Sample, path_of, port_of
+from gaff.record.sample import Key, Sample, path_of, port_of
 from gaff.training.rules.layers import clips_an_explosion, is_normalised, weights_by_depth, zeros_behind, zeros_of_input
 from gaff.training.rules.registry import Hit, Past, rule
 from gaff.training.rules.steps import has_fallen
@@ -66,16 +66,25 @@ def dead_units(sample: Sample, past: Past) -> Iterator[Hit]:
 def saturated(sample: Sample, past: Past) -> Iterator[Hit]:
     """More than half of the values where the slope is below 6 % of its largest: |tanh| > 0.97 (Karpathy, "makemore 3").
 
-    Gates are meant to be at their ends: a sigmoid counts from 0.8 on. Not where a loss has fallen to half.
+    Gates are meant to be at their ends: a sigmoid counts from 0.8 on. Not where a loss has fallen to half, nor of what
+    a model returns where several optimizers train: a generator of black and white is to end there, and no loss falls.
     """
     if any(has_fallen(past, name, 0.5) for name in past.losses):
         return
+    several = sample.facts.get("optimizers", 1) > 1
     for (name, key), share in sample.shares.items():
         row = sample.rows.get(key)
-        if name == "saturated" and row is not None:
+        if name == "saturated" and row is not None and not (several and _is_returned(sample, key)):
             is_sigmoid = row.min >= 0
             if share > (0.8 if is_sigmoid else 0.5):
                 yield Hit(key, saturated_fraction=share)
+
+
+def _is_returned(sample: Sample, key: Key) -> bool:
+    """Whether what passes there is what the model returns, by its numbers."""
+    row, whole = sample.rows.get(key), sample.rows.get((key[0], ":output"))
+    return row is not None and whole is not None and (row.count, row.mean, row.std, row.min, row.max) == (
+        whole.count, whole.mean, whole.std, whole.min, whole.max)  # fmt: skip
 
 
 @rule(

@@ -147,6 +147,8 @@ class OptimizerSteps:
             update = self.updates.get(id(optimizer))
             if update is not None:
                 update.end()
+                if update.has_closure:  # which had to clear before its backward pass
+                    update.was_cleared = not self.lost.has_passed or self.clearing.was_cleared(optimizer)
                 self._written.ended(optimizer, self.optimizers.counts.get(optimizer, 0) - 1, update)
         if is_end:
             self._skipper = None

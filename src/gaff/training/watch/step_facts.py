@@ -116,16 +116,16 @@ def _are_probabilities(targets: Tensor) -> Tensor:
 def _of_probabilities(targets: Tensor, known: Mapping[str, Any]) -> Tensor:
     """The binary cross entropy of a model that knows the mean of each column of its targets, and nothing else.
 
-    Corrected for how few they are, as ``_entropy``. Infinite where targets are between 0 and 1: the loss then ends at
-    their own entropy, which may be as much; and where all are alike, as a batch of a GAN's, which tells nothing of
-    guessing. ``pos_weight`` of the call counts targets of 1 that often.
+    Corrected for how few they are, as ``_entropy``, but never more than for a coin. Infinite where targets are between
+    0 and 1: the loss then ends at their own entropy, which may be as much; and where all are alike, as a batch of a
+    GAN's, which tells nothing of guessing. ``pos_weight`` of the call counts targets of 1 that often.
     """
     mean = targets.mean(0).clamp(0, 1)
     positive, negative = mean * (1 if known.get("pos_weight") is None else known["pos_weight"]), 1 - mean
     whole = positive + negative
     found = (torch.xlogy(whole, whole) - torch.xlogy(positive, positive) - torch.xlogy(negative, negative)).mean()
     is_varied = (mean > 0) & (mean < 1)  # what is the same in every row needs no correction
-    found = found + is_varied.float().mean() * 0.5 / len(targets)
+    found = torch.minimum(found + is_varied.float().mean() * 0.5 / len(targets), whole.mean() * math.log(2))
     return torch.where(((targets == 0) | (targets == 1)).all() & is_varied.any(), found, math.inf)
 
 

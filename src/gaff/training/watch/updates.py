@@ -73,7 +73,6 @@ class Update:
         self.was_cleared: bool | Tensor = True
         self.is_fed = False  # any of its parameters has a gradient, whether a watched model has it or not
         self.changed: Changed = []
-        self._marks: list[tuple[int, int] | None] = []  # of gradients before the step
         self.has_closure = has_closure  # it brings the gradients, during the step
         self._has_moments = has_moments  # whether to read what the optimizer keeps
         self._models = models
@@ -100,7 +99,6 @@ class Update:
                     values.append(value)
             if not self.has_closure:
                 self._read_gradients()
-            self._marks = self._versions()
             self._observe("param", list(zip(self.owned, values, strict=True)))
 
     def _read_gradients(self) -> None:
@@ -122,11 +120,6 @@ class Update:
                 pairs.append((one, value))
         self._observe("grad", pairs)
 
-    def _versions(self) -> list[tuple[int, int] | None]:
-        """Which gradient each parameter has, and how often that was written to."""
-        found = [one.parameter.grad for one in self.owned]
-        return [None if one is None else (id(one), memory.version_of(one)) for one in found]
-
     def end(self) -> None:
         """Look at what the step has changed, after it. Called once; the copies of weights are let go of here.
 
@@ -135,7 +128,6 @@ class Update:
         with torch.no_grad():
             if self.has_closure:
                 self._read_gradients()
-                self.was_cleared |= self._versions() != self._marks  # a closure that computes them clears them, too
             pairs = [(one, readable(one.parameter)) for one in self.owned]
             same: list[tuple[Owned, Tensor, Tensor]] = []
             for one, value in pairs:
