@@ -679,3 +679,20 @@ def test_every_pair_of_options_agrees_with_the_fused_op():
         with gaff.capture(model := Model(**options), SITE) as got:
             model(q, k, v)
         torch.testing.assert_close(got[SITE], from_torch(q, k, options))
+
+
+def test_heads_are_a_dimension_of_their_own():
+    """Cut into heads, the last dimension would give some of the keys, wherever their number allows it."""
+    model, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(3, 4, 8)
+    site = "/scaled_dot_product_attention:weights"
+    for ask in (
+        lambda: gaff.capture(model, {site: keep.heads(1, 2)}),
+        lambda: gaff.capture(model, site, reduce=keep.heads(1, 2)),
+        lambda: gaff.edit(model, {site: edits.at(keep.heads(1, 2), edits.zero())}),
+        lambda: gaff.edit(model, {site: edits.at(keep.rows(0), edits.at(keep.heads(1, 2), edits.zero()))}),
+    ):
+        with pytest.raises(PlanError, match=r"expected gaff.keep.channels\(2\) for head 2"):
+            ask()
+    with gaff.capture(model, {site: keep.channels(1)}) as got:
+        model(x, x, x, need_weights=False)
+    assert got[site].shape == (3, 1, 4, 4)

@@ -895,3 +895,24 @@ def test_a_loss_that_changes_in_one_step_is_where_two_runs_part(tmp_path, change
     at = 4 if changed == "labels" else 0
     assert f"they differ first at loss:loss at step {at}, loss:" in found.verdict
     assert f"the first number that differs at all is loss:loss at step {at}" in found.notes
+
+
+def test_weights_that_lie_at_one_anothers_places_are_told_where_they_lie():
+    """Queries and keys loaded the wrong way round: both models have the same calls, so that names pair them."""
+    torch.manual_seed(0)
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x):
+            return self.o(nn.functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)))
+
+    a, b, x = Attention(), Attention(), torch.randn(2, 5, 16)
+    b.load_state_dict(
+        {{"q": "k", "k": "q"}.get(name[0], name[0]) + name[1:]: one for name, one in a.state_dict().items()}
+    )
+    found = gaff.diff(gaff.trace(a, x), gaff.trace(b, x))
+    assert found.first.site == "q"
+    assert any("q.weight are not the same in both (B has those of A in k.weight)" in note for note in found.notes)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from gaff.errors import PlanError
 from gaff.integrations.captum import at
 
 attr = pytest.importorskip("captum.attr")
@@ -52,3 +53,17 @@ def test_an_op_in_place_may_come_next(method):
     true = getattr(attr, method)(model, model.conv).attribute(x, target=1)
     spot = at(twin, "0")
     torch.testing.assert_close(getattr(attr, method)(spot, spot.layer).attribute(x, target=1), true)
+
+
+def test_what_goes_into_a_layer_is_an_address_of_its_own():
+    """captum's option would attribute to what comes out, without a word."""
+    net, x = Net().eval(), torch.randn(2, 1, 8, 8)
+    expected = attr.LayerActivation(net, net.fc).attribute(x, attribute_to_layer_input=True)
+    spot = at(net, "fc:input")
+    assert torch.equal(attr.LayerActivation(spot, spot.layer).attribute(x), expected)
+    spot = at(net, "fc")
+    with pytest.raises(PlanError, match=r"expected at\(model, 'fc:input'\) without that option"):
+        attr.LayerActivation(spot, spot.layer).attribute(x, attribute_to_layer_input=True)
+    for method in ("LayerIntegratedGradients", "LayerGradientXActivation"):
+        with pytest.raises(PlanError, match="attribute_to_layer_input=True"):
+            getattr(attr, method)(spot, spot.layer).attribute(x, target=1, attribute_to_layer_input=True)

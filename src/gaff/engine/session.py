@@ -119,7 +119,7 @@ class Session:
 
     @property
     def was_opened(self) -> bool:
-        """Whether the session is open, or was: it cannot be opened again."""
+        """Whether the session was ever opened; only one that is ``lasting`` can be again."""
         return hasattr(self, "clock")
 
     @property

@@ -40,13 +40,24 @@ class Spot(nn.Module):
                 f"{address!r} is no single value: expected one exact address of an output, an input or an op"
             )
 
+        self._is_output = found[0].found.site.port == "output"
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
         with edit(self.model, {self.address: self._through}, {}):
             return self.model(*args, **kwargs)
 
     def _through(self, value: Tensor) -> Tensor:
-        """What the model goes on with: a copy, for captum may put a leaf there, and an in-place op may come next."""
+        """What the model goes on with: a copy, for captum may put a leaf there, and an in-place op may come next.
+
+        Raises PlanError where captum asks for what goes into the layer, which is what comes out at the address.
+        """
+        if self.layer._forward_pre_hooks and self._is_output:
+            raise PlanError(
+                "attribute_to_layer_input=True asks for what goes into a layer, and what goes into spot.layer is what "
+                f"{self.address!r} returns: expected at(model, '{self.address.removesuffix(':output')}:input') without "
+                "that option"
+            )
         found: Tensor = self.layer(value)
         return found.clone()
 

@@ -80,10 +80,13 @@ def hook_names(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str
     """By hook name of TransformerLens the standard name of this model, in the order in which they pass.
 
     With arguments for the model, names are held to identities first, by one more run on copies of them, once for each
-    model; not while a hook is on one of its modules, as while it is edited or captured. Raises PlanError for a model
-    without such names.
+    model; not while a hook is on one of its modules, as while it is edited or captured, but for those that transformers
+    leaves there once it was asked for hidden states. Raises PlanError for a model without such names.
     """
-    is_hooked = any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    hooks = [
+        hook for one in model.modules() for hook in (*one._forward_hooks.values(), *one._forward_pre_hooks.values())
+    ]
+    is_hooked = any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
     if (args or kwargs) and not is_hooked and id(model) not in _LOOKED:
         list_names(model, args, dict(kwargs or {}))
         _LOOKED[id(model)] = finalize(model, _LOOKED.pop, id(model), None)
@@ -118,8 +121,11 @@ class ActivationCache(Mapping[str, Tensor]):
     def __getitem__(self, name: str | tuple[Any, ...]) -> Tensor:
         full = self._full(name)
         if full not in self._values:
-            near = ", ".join(nearest(full, list(self._values))) or "nothing was kept"
-            raise SiteError(f"{full!r} is not in the cache; nearest: {near}")
+            short = ", ".join(nearest(full, list(self._values)))
+            near = (
+                f"; nearest: {short}" if short else f": it has {len(self._values)} hooks, such as {[*self._values][:3]}"
+            )
+            raise SiteError(f"{full!r} is not in the cache{near if self._values else ', which is empty'}")
         return self._values[full]
 
     def __contains__(self, name: object) -> bool:

@@ -31,12 +31,13 @@ from gaff.sessions.edited_site import EditedSite, Family
 from gaff.sessions.plan import Plan
 from gaff.sessions.receipt import CHANGING, Receipt, rows_of
 from gaff.sessions.same_run import SameRun
+from gaff.sessions.unopened import Unopened
 
 Named = str | nn.Module | Tensor | Callable[[Site], bool]  # what says which edits are meant
 REPLACED = "the module was replaced while the session was open: its successor was not edited"
 
 
-class Editing:
+class Editing(Unopened):
     """Edits on a model while it is open: as a context (``gaff.edit``), or until ``remove`` (``attach``).
 
     ``receipt`` tells what was changed; ``on``, ``off`` and ``strength`` change it meanwhile. It is opened once. Modules

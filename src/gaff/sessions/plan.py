@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import Site
 from gaff.address.resolve import resolve
-from gaff.edits.places import as_edit
+from gaff.edits.places import At, as_edit
 from gaff.errors import PlanError, SiteError
+from gaff.keep import Heads
 from gaff.sessions import plan_files
 from gaff.sessions.request import Options, Request, Resolved, edit_text, read_options, requests_of, told_apart
 from gaff.views.text import table
@@ -124,6 +125,8 @@ class Plan:
                     raise
                 found = []
             is_exact = isinstance(request.target, (Site, nn.Module))
+            for one in found if _cuts_heads((request.reduce or self.options.reduce, request.edit)) else ():
+                _need_features(one.site)
             resolved += [Resolved(item, number, is_exact) for item in found]
         return resolved
 
@@ -161,3 +164,22 @@ def _of_captures(options: Mapping[str, Any]) -> dict[str, Any]:
     if "check_finite" in options:
         raise PlanError("option 'check_finite' is not known to a capture: expected it at gaff.edit, or gaff.guard")
     return read_options(dict(options))
+
+
+def _cuts_heads(asked: Any) -> bool:
+    """Whether a reduction or an edit, or one of several, cuts the last dimension into heads."""
+    if isinstance(asked, (list, tuple)):
+        return any(map(_cuts_heads, asked))
+    return isinstance(asked, Heads) or (isinstance(asked, At) and _cuts_heads((asked.index, asked.edit)))
+
+
+def _need_features(site: Site) -> None:
+    """Raises PlanError for the weights of attention, whose last dimension are the keys: it would be they that are cut.
+
+    Such a number of keys as can be cut into so many would pass without a word.
+    """
+    if site.port == "weights" or (site.op or "").partition("#")[0] == "softmax":
+        raise PlanError(
+            f"{site}: weights of attention are [batch, heads, queries, keys], and gaff.keep.heads cuts the last "
+            "dimension: expected gaff.keep.channels(2) for head 2"
+        )

@@ -29,6 +29,7 @@ from gaff.inspection.nonfinite.provenance import FOLLOWED, SINCE, STEP
 from gaff.inspection.nonfinite.ranges import has_nonfinite, numbers_of, range_of
 from gaff.inspection.nonfinite.report import Report
 from gaff.inspection.op_log import iter_state
+from gaff.sessions.unopened import Unopened
 from gaff.training.guard_runs import KEPT, KeptRuns, Probe, are_finite
 from gaff.training.guard_search import OPEN, OriginSearch
 from gaff.views.text import counted
@@ -36,7 +37,7 @@ from gaff.views.text import counted
 UNREAD = "no optimizer of the model made a step: gradients were not looked at"
 
 
-class Guard:
+class Guard(Unopened):
     """A context that raises or warns at the first NaN or inf, with its origin; see ``gaff.guard``. Opens once.
 
     ``reports``: what was found; ``steps``: optimizer steps that were looked at; ``notes``: what could not be looked at,

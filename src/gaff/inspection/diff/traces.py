@@ -127,7 +127,12 @@ def _weights_of_calls(trace: Trace) -> list[Hashable]:
 
 
 def _is_shifted(a: Trace, b: Trace, weights: Sequence[Sequence[Hashable]]) -> bool:
-    """Whether a layer of one is found in the other by its weights elsewhere, where its namesake is another layer."""
+    """Whether a layer of one is found in the other by its weights elsewhere, where its namesake is another layer.
+
+    Not where both have the same calls: weights that lie at one another's places are what is wrong there.
+    """
+    if {row.site for row in a.rows} == {row.site for row in b.rows}:
+        return False
     known = [
         {key: row.site for row, key in zip(trace.rows, keys, strict=True) if key is not None}
         for trace, keys in zip((a, b), weights, strict=True)
@@ -228,7 +233,11 @@ def _weights(a: Trace, b: Trace, pairing: Pairing[CallRow]) -> list[str]:
         return []
     one, other = (parse_site(row.site).path for row in apart[0])
     where = one if one == other else f"{one} ({other} in B)"
-    return [f"the values of {where} are not the same in both, the first of {len(apart)} of {len(known)} parameters"]
+    elsewhere = next((parse_site(row.site).path for row in b.parameters if row.digest == apart[0][0].digest), "")
+    moved = f" (B has those of A in {elsewhere})" if elsewhere else ""
+    return [
+        f"the values of {where} are not the same in both{moved}, the first of {len(apart)} of {len(known)} parameters"
+    ]
 
 
 def _settings(a: Trace, b: Trace, pairs: Sequence[Pair]) -> Iterator[str]:
