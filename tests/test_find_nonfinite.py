@@ -424,3 +424,21 @@ def test_gradients_that_a_scaler_leaves_out_are_not_those_of_the_step_before(to_
         assert not report, str(report)
     model[0].weight.grad.fill_(math.nan)
     assert gaff.find_nonfinite(lambda: step(clears=False), model=model).direction == "before"
+
+
+@pytest.mark.parametrize("name", ["exp", "exp2"])
+def test_an_exponential_that_overflows_in_a_branch_that_is_discarded(name):
+    """Its value is replaced, and its derivative is 0 * inf all the same."""
+    model = nn.Linear(4, 4)
+
+    def step(clean=False):
+        h = model(torch.ones(2, 4) * 1e4).abs() + 1000.0
+        inner = h.clamp(max=5) if clean else h
+        torch.where(h < 5, getattr(torch, name)(inner), h).sum().backward()
+
+    report = gaff.find_nonfinite(step, model=model)
+    assert (report.op, report.direction) == (name, "backward")
+    assert f"{name} overflows: it is given up to" in report.cause
+    assert f"clamp the input of {name} before it" in report.cause
+    model.zero_grad()
+    assert not gaff.find_nonfinite(lambda: step(clean=True), model=model)

@@ -197,3 +197,26 @@ def test_standard_names_of_timm(name, size, least):
     named = gaff.sites(model, torch.randn(1, 3, size, size), names=True)
     assert not named.refused
     assert sum(bool(row.identity) for row in named.rows) >= least
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_through_kinks_in_half_precision_are_equal_within_rounding(dtype):
+    """Numbers that rounding moves across the kink of a ReLU open or shut it: that is rounding, and no parting."""
+    torch.manual_seed(0)
+    model, x, targets = torchvision.models.resnet18(num_classes=10).eval(), torch.randn(2, 3, 64, 64), [1, 2]
+
+    def trace(model, x):
+        return gaff.trace(
+            model, x, backward=lambda made: torch.nn.functional.cross_entropy(made.float(), torch.tensor(targets))
+        )
+
+    def half(model):
+        return copy.deepcopy(model).to(dtype)
+
+    found = gaff.diff(trace(model, x), trace(half(model), x.to(dtype)))
+    assert not found, found.verdict
+    assert "215 places" in found.verdict
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.layer3[0].conv1.weight[::2] *= -1
+    assert gaff.diff(trace(model, x), trace(half(other), x.to(dtype))).first.site.startswith("layer3.0")

@@ -11,6 +11,8 @@ from gaff.record.trace_rows import CallRow, ParameterRow
 
 LITTLE = 2.0**-60  # a difference too small to be told
 _OFTEN = 8.0  # roundings that an op may add up to: chosen, as in backward error bounds that hold in the mean
+_HALF = 2.0**-13  # between the unit roundoff of float16 and that of float32
+_KINKED = ("relu", "maxpool", "max_pool", "hard", "clamp", "clip", "abs", "threshold")
 _WHOLE = ("int", "uint", "bool")  # beginnings of the names of types
 
 
@@ -18,10 +20,12 @@ class Drift(NamedTuple):
     """How far two runs may have drifted apart by rounding: ``calls`` that differ, and the coarsest ``roundoff`` there.
 
     A value that has been bfloat16 is rounded as such, also where what comes of it is float32, as under autocast.
+    ``has_kinks``: gradients come through functions with kinks, such as ReLU.
     """
 
     calls: int = 0
     roundoff: float = 0.0
+    has_kinks: bool = False
 
     @property
     def steps(self) -> float:
@@ -32,7 +36,7 @@ class Drift(NamedTuple):
         """How far, when a pair of calls has been compared, which ``rows`` tell of."""
         if all(row.state == "same" for row in rows):
             return self
-        return Drift(self.calls + 1, max(self.roundoff, _coarsest(calls)))
+        return self._replace(calls=self.calls + 1, roundoff=max(self.roundoff, _coarsest(calls)))
 
 
 def _coarsest(rows: Sequence[CallRow | ParameterRow]) -> float:
@@ -46,9 +50,21 @@ def allowance(tolerance: float | None, drift: Drift, *rows: CallRow | ParameterR
     Where all bits are the same so far there is one call's rounding to explain, however deep the model is. The unit
     roundoff is that of the coarsest type of the rows and of those before that differ; eight roundings a call are
     chosen. Whole numbers and truth values do not round.
+
+    Of half precision a gradient that came through kinks may be farther off: of numbers that rounding moves by a share e
+    about as many lie that near to 0, where it opens or shuts a ReLU, and each of these is wrong as a whole. That is
+    sqrt(e) of the norm; twice as much is chosen.
     """
     if tolerance is not None:
         return tolerance
     if rows and all(row.dtype.startswith(_WHOLE) for row in rows):
         return 0.0 if len({row.dtype for row in rows}) == 1 else LITTLE
-    return _OFTEN * max(drift.roundoff, _coarsest(rows)) * drift.steps
+    roundoff = max(drift.roundoff, _coarsest(rows))
+    flips = 2.0 * math.sqrt(roundoff * drift.steps) if drift.has_kinks and roundoff > _HALF else 0.0
+    return max(_OFTEN * roundoff * drift.steps, flips)
+
+
+def has_kinks(rows: Sequence[CallRow]) -> bool:
+    """Whether a module or an op among the calls has kinks, by its name."""
+    names = [f"{row.cls} {row.site.rpartition('/')[2]}".lower() for row in rows]
+    return any(kink in name for name in names for kink in _KINKED)

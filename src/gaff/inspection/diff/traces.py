@@ -15,7 +15,7 @@ from itertools import pairwise
 from gaff.address.grammar import parse_site
 from gaff.inspection.diff.difference import Difference, DiffRow, shown, state_of
 from gaff.inspection.diff.pairs import Pair, Pairing, renaming
-from gaff.inspection.diff.rounding import LITTLE, Drift, allowance
+from gaff.inspection.diff.rounding import LITTLE, Drift, allowance, has_kinks
 from gaff.inspection.trace import Trace
 from gaff.record.trace_rows import CallRow, Fingerprint, Gradient, ParameterRow
 
@@ -45,6 +45,7 @@ def part_traces(
     if a.has_backward and b.has_backward:
         least = _LEAST * _middle([row.grad_output for row in (*a.rows, *b.rows)])
         largest = 0.0  # of the gradients that came before: what cancels leaves the rounding of these
+        drift = drift._replace(has_kinks=has_kinks(a.rows))
         reach: dict[str, tuple[float, float]] = {}  # by module: that, and the norm of the gradient that came to it
         for pair in reversed(pairs):
             one, other = a.rows[pair.a], b.rows[pair.b]

@@ -6,6 +6,7 @@ overwritten or gone: those with a derivative that is infinite somewhere, and a f
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +37,7 @@ STEEP = {
     "softmax": "",
     "log_softmax": "",
     "exp": "",
+    "exp2": "",
     "where": "",
     "prod": "",
 }
@@ -59,7 +61,8 @@ def backward_cause(op: str, node: str, given: Sequence[Range], came: Range, hand
     met = _met(op.strip("_"), node, given)
     zeros = sum(one.zeros for one in met)
     infinite = [one for one in given if not one.is_finite]
-    is_masked = op.strip("_") in ("exp", "exp2") and not any(one.nan or one.positive_inf for one in given)
+    is_exp, base = op.strip("_") in ("exp", "exp2"), 2.0 if op.strip("_") == "exp2" else math.e
+    is_masked = is_exp and not any(one.nan or one.positive_inf for one in given)
     if infinite and not is_masked:  # of -inf both exp and its derivative are 0
         return f"{node} meets {infinite[0].kinds} that went into {op}: 0 * inf, or inf - inf, in its derivative"
     if op.strip("_") == "pow" and len(given) > 1 and handed.nan and (given[0].min or 0.0) < 0:
@@ -76,6 +79,12 @@ def backward_cause(op: str, node: str, given: Sequence[Range], came: Range, hand
             )
         return f"{steep}{where}: add an eps to its input, or clamp it"
     limit = LIMITS.get(handed.dtype)
+    if is_exp and limit is not None and given and (given[0].max or 0.0) > math.log(limit) / math.log(base):
+        return (
+            f"{op} overflows: it is given up to {given[0].max:.4g}, and its derivative is as large as its value; where "
+            f"the gradient that came is 0, 0 * inf is NaN. torch.where or a clamp after {op} cleans its value, not its "
+            f"derivative: clamp the input of {op} before it"
+        )
     if limit is not None and came.largest * 2 > limit**0.25 and not handed.nan:
         return (
             f"overflow: the gradient that came goes up to {came.largest:.4g}, "
