@@ -615,6 +615,8 @@ def test_a_rule_of_ones_own():
     ("options", "error", "message"),
     [
         ({"out": ""}, PlanError, "out='': expected the name of a new folder, or None to keep no record"),
+        ({"out": 3}, PlanError, "out=3: expected the path of a new folder, or None to keep no record"),
+        ({"model": {3: Small()}}, PlanError, "name 3 of a model: expected a text, such as {'generator': model}"),
         ({"out": __file__}, RecordError, r"test_watch.py' is a file: expected the name of a new folder"),
         ({"every": 0}, PlanError, "every=0: expected a number of steps, 1 or more"),
         ({"budget": 2}, PlanError, "budget=2: expected a share of the time between 0 and 1"),
@@ -628,7 +630,7 @@ def test_a_rule_of_ones_own():
 def test_what_cannot_be_is_told_before_anything_is_installed(options, error, message):
     before = torch.autograd.backward
     with pytest.raises(error, match=message):
-        gaff.watch(Small(), **options)
+        gaff.watch(**{"model": Small(), **options})
     assert torch.autograd.backward is before
 
 

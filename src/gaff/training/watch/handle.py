@@ -134,7 +134,9 @@ def _named(model: nn.Module | Mapping[str, nn.Module] | None) -> dict[str, nn.Mo
     named = dict(model) if isinstance(model, Mapping) else {name_of_variable(model) or "model": model}
     if not named:
         raise PlanError("no model was given: expected one, several by name, or none at all, for whatever is trained")
-    for one in named.values():
+    for name, one in named.items():
+        if not isinstance(name, str):
+            raise PlanError(f"name {name!r} of a model: expected a text, such as {{'generator': model}}")
         need_module(one)
         need_initialised(one)
     return named
