@@ -615,7 +615,7 @@ def test_a_rule_of_ones_own():
     ("options", "error", "message"),
     [
         ({"out": ""}, PlanError, "out='': expected the name of a new folder, or None to keep no record"),
-        ({"out": 3}, PlanError, "out=3: expected the path of a new folder, or None to keep no record"),
+        ({"out": 3}, PlanError, "out=3: expected the name of a new folder, or None to keep no record"),
         ({"model": {3: Small()}}, PlanError, "name 3 of a model: expected a text, such as {'generator': model}"),
         ({"out": __file__}, RecordError, r"test_watch.py' is a file: expected the name of a new folder"),
         ({"every": 0}, PlanError, "every=0: expected a number of steps, 1 or more"),

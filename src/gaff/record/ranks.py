@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 
 _KILLED = "the process was killed (out of memory, a signal), or its record could not be written"
 _LOOK = "look at that process's own output and at the last rows of its flight recorder"
+# severity, cause and remedy where replicas have other weights: where gradients are reduced, and where they are not
+_DIVERGED = ("error", "a rank that skipped a step or a reduction, or weights that were changed on one rank only",
+             "make the same steps on every rank; change weights before DDP wraps the model, or on all")  # fmt: skip
+_UNREDUCED = ("warning", "gradients are not reduced, as inside no_sync() or of a model that is called past DDP; or "
+              "weights are averaged at steps that were not looked at, which is meant",
+              "call the model that DDP returned, and leave no_sync() for the last backward pass of each step; where "
+              "weights are averaged from time to time, look at such a step (every=)")  # fmt: skip
 _LEAST_STEPS = 8
 _LATE = 0.1  # of a step
 _OWN = "rank "  # begins the place of what a process has for itself alone
@@ -34,13 +41,15 @@ def divergence(parts: Sequence[RankPart]) -> list[Finding]:
     """One finding for each model inside DistributedDataParallel whose weights differ between ranks at the same step.
 
     Means and spreads are compared bit for bit: replicas make the same steps from the same gradients. Each is compared
-    with the first of the ranks that it is a replica of. Certain. Left out are weights that are alike again later, as
-    those that are averaged from time to time, and parameters that each process has for itself.
+    with the first of the ranks that it is a replica of. Certain, and an error, where gradients are reduced; where these
+    always differ, too, weights may be averaged at steps that were not looked at. Left out are weights that are alike
+    again later, as those that are averaged from time to time, and parameters that each process has for itself.
     """
     groups = {part.rank: _replicas(part) for part in parts}
     if len(parts) < 2 or not any(groups.values()):
         return []
-    weights = {part.rank: _weights(part, set(groups[part.rank])) for part in parts}
+    weights = {part.rank: _numbers_of(part, set(groups[part.rank]), "param") for part in parts}
+    gradients = {part.rank: _numbers_of(part, set(groups[part.rank]), "grad") for part in parts}
     found: list[tuple[tuple[str, str], Finding]] = []
     averaged: set[tuple[str, str]] = set()
     for part in parts[1:]:
@@ -51,15 +60,17 @@ def divergence(parts: Sequence[RankPart]) -> list[Finding]:
             if there == first:
                 averaged |= differs.keys() & {key}
             elif not any(math.isnan(one) for one in (*there, *first)) and key not in differs:
+                is_reduced = _is_reduced(key[0], gradients[part.rank], gradients.get(against, {}))
+                severity, cause, remedy = _DIVERGED if is_reduced else _UNREDUCED
                 differs[key] = Finding(
                     rule="rank_divergence",
                     site=key[1],
                     model=key[0],
                     since=step,
-                    severity="error",
+                    severity=severity,
                     message=f"rank {part.rank} has other weights than rank {against}",
-                    cause="a rank that skipped a step or a reduction, or weights that were changed on one rank only",
-                    remedy="make the same steps on every rank; change weights before DDP wraps the model, or on all",
+                    cause=cause,
+                    remedy=remedy,
                     evidence={"mean": first[0], f"mean on rank {part.rank}": there[0]},
                     last=step,
                     rank=part.rank,
@@ -67,6 +78,13 @@ def divergence(parts: Sequence[RankPart]) -> list[Finding]:
         found += differs.items()
     lasting = sorted((one for key, one in found if key not in averaged), key=lambda one: one.since)
     return list({one.model: one for one in reversed(lasting)}.values())
+
+
+def _is_reduced(model: str, one: Weights, other: Weights) -> bool:
+    """Whether two replicas have ever told the same numbers of a gradient, as they do where it is reduced; also where
+    they have told of none at the same step."""
+    both = [which for which in one.keys() & other.keys() if which[1][0] == model and one[which][1] > 0]
+    return not both or any(one[which] == other[which] for which in both)
 
 
 def _replicas(part: RankPart) -> dict[str, list[int]]:
@@ -192,8 +210,9 @@ def _gone_first(parts: Sequence[RankPart], head: Mapping[str, Any]) -> Finding |
     )
 
 
-def _weights(part: RankPart, models: set[str]) -> Weights:
-    """Mean and standard deviation of each parameter of these models, by step and key: what replicas must have alike."""
+def _numbers_of(part: RankPart, models: set[str], port: str) -> Weights:
+    """Mean and standard deviation at one port of each parameter of these models, by step and key: replicas are alike
+    there."""
     found: Weights = {}
     places = _places(part)
     for at, (step, _) in enumerate(part.tables):
@@ -205,7 +224,7 @@ def _weights(part: RankPart, models: set[str]) -> Weights:
             if (
                 key[0] in models
                 and not is_own
-                and key[1].endswith(":param")
+                and key[1].endswith(f":{port}")
                 and not math.isnan(table.columns["count"][row])
             ):
                 found[step, key] = table.columns["mean"][row], table.columns["std"][row]

@@ -96,10 +96,8 @@ class Settings:
                 f"tell={self.tell!r} cannot be called: expected a function of a line of text, such as print"
             )
         if self.out is not None:
-            if not isinstance(self.out, (str, os.PathLike)):
-                raise PlanError(f"out={self.out!r}: expected the path of a new folder, or None to keep no record")
-            if not str(self.out):
-                raise PlanError("out='': expected the name of a new folder, or None to keep no record")
+            if not isinstance(self.out, (str, os.PathLike)) or not str(self.out):
+                raise PlanError(f"out={self.out!r}: expected the name of a new folder, or None to keep no record")
             object.__setattr__(self, "out", Path(self.out))
 
     @classmethod
