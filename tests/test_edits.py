@@ -515,3 +515,19 @@ def test_the_receipt_of_a_skip_does_not_say_that_nothing_changed():
     with gaff.edit(model, {"1": edits.skip()}) as editing:
         model(torch.randn(2, 4))
     assert "how much that changes is not known" in editing.receipt.rows[0].reason
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of MaskedTensors", "ignore:.*is not implemented in __torch_dispatch__"
+)
+def test_a_subclass_that_cannot_be_measured_is_refused():
+    class Masks(nn.Module):
+        def forward(self, x):
+            return torch.masked.masked_tensor(x, x > 0)
+
+    model = nn.Sequential(Masks())
+    with (
+        gaff.edit(model, {"0": gaff.edits.scale(0.5)}),
+        pytest.raises(gaff.PlanError, match="a MaskedTensor does not have"),
+    ):
+        model(torch.randn(4, 6))

@@ -795,14 +795,14 @@ def test_a_folder_that_holds_a_run_is_left_alone(tmp_path):
 
 
 def test_what_comes_when_no_thread_can_be_started_is_done_at_once(monkeypatch):
-    import threading
+    import _thread
 
     from gaff.training.watch.worker import Worker
 
-    def refuse(thread):
+    def refuse(function, args):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
     done = []
     Worker(done.append).put(lambda: done.append("job"))
     assert done == ["job"]

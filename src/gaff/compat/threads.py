@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-import threading
+import _thread
+import time
 from collections.abc import Callable
-from typing import Any
+
+_TICK = 0.0005  # seconds
 
 
-class UnlistedThread(threading.Thread):
-    """A daemon thread that is not in ``threading.enumerate()``: a program that joins all it finds there must end.
+class UnlistedThread:
+    """A thread that is not in ``threading.enumerate()``, where a program joins all it finds, and holds up no exit.
 
-    Python lists a thread by its number when it starts, and takes it off when it ends; where it keeps its list otherwise
-    the thread stays listed. What runs on it must not ask for ``threading.current_thread()``, which lists a stand-in.
+    ``run`` is given the thread itself. ``ident``: its number, None until it runs. ``is_over``: ``run`` has returned.
+
+    It is made below ``threading``, and waited for without any lock: what a signal handler raises in the middle of
+    ``Thread.start``, ``is_alive`` or ``join`` may end the thread, or leave its lock taken for good (seen with 3.11). What
+    runs on it must not ask for ``threading.current_thread()``, which lists a stand-in.
     """
 
-    def __init__(self, target: Callable[[], Any], name: str) -> None:
-        super().__init__(target=target, name=name, daemon=True)
+    def __init__(self, run: Callable[[UnlistedThread], None]) -> None:
+        self._run = run
+        self.ident: int | None = None
+        self.is_over = False
 
     def start(self) -> None:
-        """Start, and take it off the list as soon as it runs."""
-        super().start()
-        self._unlist(lambda listed: listed is self)  # else it has ended, and another thread has its number
+        """Start it. Raises RuntimeError where the interpreter is ending."""
+        _thread.start_new_thread(self._begin, ())
 
-    def _delete(self) -> None:
-        """Python's own, which expects to find it listed."""
-        self._unlist(lambda listed: True)  # a stand-in, too
+    def _begin(self) -> None:
+        self.ident = _thread.get_ident()
+        try:
+            self._run(self)
+        finally:
+            self.is_over = True
 
-    def _unlist(self, is_ours: Callable[[Any], bool]) -> None:
-        listed, lock = getattr(threading, "_active", None), getattr(threading, "_active_limbo_lock", None)
-        if isinstance(listed, dict) and lock is not None:
-            with lock:
-                if is_ours(listed.get(self.ident)):
-                    listed.pop(self.ident, None)
+    def wait(self) -> None:
+        """Wait until it is over, by asking again and again."""
+        while not self.is_over:
+            time.sleep(_TICK)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gaff.compat import distributed, elements, modes
+from gaff.errors import PlanError
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)  # whose squares neither vanish nor overflow in float64
 
@@ -42,7 +43,13 @@ class EditSize:
         with torch.no_grad(), modes.outside_modes():
             before, after = plain(old), plain(new)
             self._seen += before.numel()
-            sums = _sums(before, after)
+            try:
+                sums = _sums(before, after)
+            except TypeError as error:  # by a subclass that does not know an op
+                raise PlanError(
+                    f"a {type(before).__name__} does not have the operations by which an edit is measured: expected "
+                    "an edit where the value is a plain tensor"
+                ) from error
             known = self._sums.get(old.device)
             self._sums[old.device] = sums if known is None else _added(known, sums)
         return sums[2]

@@ -53,8 +53,8 @@ class Worker:
 
     def _put(self, job: Callable[[], None], size: int) -> None:
         self._jobs.put((job, size))
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = UnlistedThread(target=self._work, name="gaff")
+        if self._thread is None or self._thread.is_over or self._thread.ident is None:
+            self._thread = UnlistedThread(self._work)
             try:
                 self._thread.start()
             except RuntimeError:  # the interpreter is ending: nobody is held up any more
@@ -64,9 +64,9 @@ class Worker:
     def stop(self) -> None:
         """Wait until all jobs are done, and end the thread; the next job starts another."""
         thread = self._thread
-        if thread is not None and thread.is_alive() and thread.ident != get_ident():
+        if thread is not None and not thread.is_over and thread.ident not in (None, get_ident()):
             self._jobs.put(None)
-            thread.join()
+            thread.wait()
         self._thread = None
         self._drain()
 
@@ -76,10 +76,13 @@ class Worker:
         self._jobs = SimpleQueue()
         self._taken = self._done
 
-    def _work(self) -> None:
-        """The thread: do jobs until None comes, and add up the processor time that they take."""
+    def _work(self, thread: UnlistedThread) -> None:
+        """The thread: do jobs until None comes, and add up the processor time that they take.
+
+        Nothing where another has been started since: what a signal handler raised may have hidden that this one was.
+        """
         began = time.thread_time()
-        while (one := self._jobs.get()) is not None:
+        while self._thread is thread and (one := self._jobs.get()) is not None:
             self._do(*one)
             now = time.thread_time()
             if one[1]:
