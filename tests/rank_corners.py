@@ -213,3 +213,19 @@ def one_probes(rank, out):
                     probe(torch.randn(8, 16)).sum().backward()
                     own.step()
             dist.barrier()
+
+
+def two_models(rank, out):
+    """DistributedDataParallel of two models with an optimizer each; the second makes every third step."""
+    torch.manual_seed(0)
+    first, second = (DistributedDataParallel(nn.Linear(6, 6)) for _ in range(2))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05) for one in (first, second)]
+    generator = torch.Generator().manual_seed(rank)
+    with gaff.watch({"D": first, "G": second}, out=out, every=1):
+        for step in range(12):
+            for model, optimizer in zip((first, second), optimizers, strict=True):
+                if model is second and step % 3 < 2:
+                    continue
+                optimizer.zero_grad()
+                model(torch.randn(8, 6, generator=generator)).square().mean().backward()
+                optimizer.step()

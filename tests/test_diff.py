@@ -916,3 +916,26 @@ def test_weights_that_lie_at_one_anothers_places_are_told_where_they_lie():
     found = gaff.diff(gaff.trace(a, x), gaff.trace(b, x))
     assert found.first.site == "q"
     assert any("q.weight are not the same in both (B has those of A in k.weight)" in note for note in found.notes)
+
+
+def test_layers_that_moved_on_in_a_stack_of_the_same_length_are_found_by_their_weights():
+    """The first is gone and a new one is the last: what was shifted is no exchange."""
+    torch.manual_seed(0)
+    layers, x = [nn.Linear(6, 6) for _ in range(4)], torch.randn(2, 6)
+    found = gaff.diff(gaff.trace(nn.Sequential(*layers), x), gaff.trace(nn.Sequential(*layers[1:], nn.Linear(6, 6)), x))
+    assert (found.only_a, found.only_b) == (("0",), ("3",))
+    assert [(row.site, row.other) for row in found.rows if row.phase == "forward"][:3] == [
+        ("1", "0"),
+        ("2", "1"),
+        ("3", "2"),
+    ]
+
+
+def test_weights_that_are_alike_by_chance_are_not_called_moved():
+    """Ones of another norm layer are where they were in both."""
+    a = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
+    b = copy.deepcopy(a)
+    with torch.no_grad():
+        b[1].weight.mul_(1.5)
+    found = gaff.diff(gaff.trace(a, x := torch.randn(2, 4)), gaff.trace(b, x))
+    assert any("the values of 1.weight are not the same in both, the first of" in note for note in found.notes)

@@ -101,3 +101,14 @@ def test_steps_that_processes_count_apart_are_not_put_together(tmp_path):
         with pytest.raises(gaff.RecordError, match="where something else was trained as well: expected one rank"):
             read()
     assert len(run.series("0", "rms", rank=1)) == 12
+
+
+def test_the_norm_of_several_models_is_that_of_each_replica(tmp_path):
+    """Optimizers count steps of their own; of replicas together the norm is what each of them tells."""
+    of_ranks(rank_corners.two_models, 2, tmp_path / "run")
+    run = gaff.load(tmp_path / "run")
+    together = run.scalar("grad_norm", rank="all")
+    for rank in (0, 1):
+        alone = run.scalar("grad_norm", rank=rank)
+        assert together.steps == alone.steps
+        assert together.values == pytest.approx(alone.values)

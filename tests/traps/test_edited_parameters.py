@@ -339,6 +339,22 @@ def test_what_computes_later_would_use_the_parameter_as_it_is(make):
         model(torch.ones(2))
 
 
+@pytest.mark.parametrize("make", [lambda h, w: {"y": h * w, "act": F.gelu}, lambda h, w: (h * w, sum)])
+def test_a_function_beside_the_tensors_is_no_result_to_come(make):
+    class Told(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return make(x, self.w)
+
+    with gaff.edit(model := Told(), {"w:param": edits.zero()}) as changed:
+        made = model(torch.ones(2))
+    assert changed.receipt.rows[0].fired == 1
+    assert not (made["y"] if isinstance(made, dict) else made[0]).any()
+
+
 BODIES = {
     "owner then bare": lambda m, x: F.linear(m.a(x).tanh(), m.a.weight),
     "bare then owner": lambda m, x: m.a(F.linear(x, m.a.weight).tanh()),

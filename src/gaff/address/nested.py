@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -144,13 +145,30 @@ def iter_deep(value: Any, depth: int = 6, seen: set[int] | None = None) -> Itera
 
 
 def holds_code(value: Any, depth: int = 6) -> bool:
-    """Whether ``value``, or a container in it, holds what computes later: a function, a generator, a coroutine."""
+    """Whether ``value``, or a container in it, holds something that computes later: a function, a generator."""
     if isinstance(value, (Tensor, *_PLAIN_LEAVES, type, torch.nn.Module)) or depth == 0:
         return False
     inside = children(value)
     if inside is None:
         return callable(value) or isinstance(value, (Iterator, AsyncIterator, Awaitable))
     return any(holds_code(child, depth - 1) for _, child in inside)
+
+
+def computes_later(value: Any, depth: int = 6) -> bool:
+    """Whether ``value``, or a container in it, computes later by what is there now: a generator, a coroutine, a method
+    of a module, a function that has closed over something. A plain function or an object may be called as well, but
+    says nothing of that."""
+    if isinstance(value, (Iterator, AsyncIterator, Awaitable)):
+        return True
+    if isinstance(value, MethodType):
+        return isinstance(value.__self__, torch.nn.Module)
+    if isinstance(value, partial):
+        return computes_later((value.func, *value.args, *value.keywords.values()), depth)
+    if isinstance(value, FunctionType):
+        return bool(value.__closure__)
+    if isinstance(value, (Tensor, *_PLAIN_LEAVES, type, torch.nn.Module)) or depth == 0:
+        return False
+    return any(computes_later(child, depth - 1) for _, child in children(value) or ())
 
 
 def dig(value: Any, key: Key) -> Any:

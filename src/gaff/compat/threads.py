@@ -15,8 +15,8 @@ class UnlistedThread:
     ``run`` is given the thread itself. ``ident``: its number, None until it runs. ``is_over``: ``run`` has returned.
 
     It is made below ``threading``, and waited for without any lock: what a signal handler raises in the middle of
-    ``Thread.start``, ``is_alive`` or ``join`` may end the thread, or leave its lock taken for good (seen with 3.11). What
-    runs on it must not ask for ``threading.current_thread()``, which lists a stand-in.
+    ``Thread.start``, ``is_alive`` or ``join`` may end the thread, or leave its lock taken for good (seen with 3.11).
+    What runs on it must not ask for ``threading.current_thread()``, which lists a stand-in.
     """
 
     def __init__(self, run: Callable[[UnlistedThread], None]) -> None:

@@ -286,10 +286,16 @@ def scalar_together(parts: Sequence[RankPart], name: str, rank: str) -> tuple[li
     squares = dict.fromkeys(steps, 0.0)
     known: dict[tuple[int, tuple[str, str], str], tuple[int, float]] = {}  # of several that hold the same one counts
     for part in parts:
-        places = _places(part)
-        for at, (step, _) in enumerate(part.tables):
-            table = part.table(at) if step in squares else None
+        places, run = _places(part), None
+        for at, (own, _) in enumerate(part.tables):
+            table = part.table(at)
             if table is None or table.phase != "train":
+                continue
+            if table.layout.group != "parameters":
+                run = own
+                continue
+            step = own if run is None else run  # an optimizer counts steps of its own
+            if step not in squares:
                 continue
             for row, key in enumerate(table.layout.rows):
                 path, _, port = key[1].rpartition(":")
@@ -336,8 +342,9 @@ def _own_steps(part: RankPart) -> dict[int, int]:
 
 def _no_replica(site: str, rank: int, other: int) -> RecordError:
     return RecordError(
-        f"{site!r}: ranks {rank} and {other} tell different numbers of it, and neither says that it holds a part: they "
-        f"are not one tensor; expected one rank, such as rank={rank}"
+        f"{site!r}: ranks {rank} and {other} tell different numbers of it, and neither says which part of it it holds: "
+        "these are no replicas of one tensor (modules of one name in several stages, a sum that is still due); "
+        f"expected one rank, such as rank={rank}"
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff.address.nested import holds_code
+from gaff.address.nested import computes_later
 from gaff.address.resolve import Found
 from gaff.compat import autograd, checkpoints, distributed, modes
 from gaff.engine.clock import Frame, Run
@@ -242,11 +242,11 @@ class ParameterEdits(list[Swap]):
         """A run has ended with ``output``. Raises the first ExactnessError, when all parameters are back in place."""
         self._follow_no_more()
         problems: list[GaffError] = []
-        if holds_code(output):
+        if computes_later(output):
             problems.append(
                 PlanError(
                     "an edited parameter stands in until the model returns, and it returned what computes later (a "
-                    "generator, a coroutine, a function): expected a model that returns tensors"
+                    "generator, a coroutine, a closure): expected a model that returns tensors"
                 )
             )
         for swap in self:

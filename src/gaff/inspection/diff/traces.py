@@ -130,14 +130,14 @@ def _weights_of_calls(trace: Trace) -> list[Hashable]:
 def _is_shifted(a: Trace, b: Trace, weights: Sequence[Sequence[Hashable]]) -> bool:
     """Whether a layer of one is found in the other by its weights elsewhere, where its namesake is another layer.
 
-    Not where both have the same calls: weights that lie at one another's places are what is wrong there.
+    Not where both have the same calls and the same weights: that some lie at one another's places is what is wrong.
     """
-    if {row.site for row in a.rows} == {row.site for row in b.rows}:
-        return False
     known = [
         {key: row.site for row, key in zip(trace.rows, keys, strict=True) if key is not None}
         for trace, keys in zip((a, b), weights, strict=True)
     ]
+    if known[0].keys() == known[1].keys() and {row.site for row in a.rows} == {row.site for row in b.rows}:
+        return False
     namesakes = [
         {row.site: key for row, key in zip(trace.rows, keys, strict=True)}
         for trace, keys in zip((a, b), weights, strict=True)
@@ -234,7 +234,10 @@ def _weights(a: Trace, b: Trace, pairing: Pairing[CallRow]) -> list[str]:
         return []
     one, other = (parse_site(row.site).path for row in apart[0])
     where = one if one == other else f"{one} ({other} in B)"
-    elsewhere = next((parse_site(row.site).path for row in b.parameters if row.digest == apart[0][0].digest), "")
+    held = {row.site: row.digest for row in a.parameters}
+    sought = apart[0][0].digest
+    found = (row.site for row in b.parameters if row.digest == sought and held.get(row.site, sought) != sought)
+    elsewhere = parse_site(site).path if (site := next(found, "")) else ""
     moved = f" (B has those of A in {elsewhere})" if elsewhere else ""
     return [
         f"the values of {where} are not the same in both{moved}, the first of {len(apart)} of {len(known)} parameters"

@@ -354,9 +354,10 @@ def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
     them above each of these: what batches of a few examples make of a loss is no rise.
 
     A negative loss that keeps falling beyond a hundred times its first magnitude, and beyond -100, diverges as well.
-    Not where it acts (``Sample.is_acting``) in a quarter of the looks: an agent's loss follows its returns.
+    Not where it acts (``Sample.is_acting``) in a quarter of the looks: an agent's loss follows its returns; nor in many
+    short trainings, each with a new optimizer and weights that were written anew (Reptile): each task has its own.
     """
-    if sample.facts.get("optimizers", 1) != 1 or past.is_acting:
+    if sample.facts.get("optimizers", 1) != 1 or past.is_acting or sample.facts.get("is_task"):
         return
     for name, first in past.losses.items():
         recent = past.recent.get(name)
