@@ -416,3 +416,42 @@ def test_guessing_a_coin_costs_no_more_than_a_bit(share):
     targets = (torch.arange(16)[:, None] < 16 * share).float()
     expected = -(share * math.log(share) + (1 - share) * math.log(1 - share))
     assert expected <= _of_probabilities(targets, {}).item() <= math.log(2) + 1e-6
+
+
+def test_two_branches_of_a_model_are_not_one_chain(tmp_path):
+    """An actor with a small weight in the loss, called before the critic: Adam takes the scale of gradients away."""
+    torch.manual_seed(0)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.actor, self.critic = (
+                nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, size))
+                for size in (4, 1)
+            )
+
+        def forward(self, x):
+            return self.actor(x), self.critic(x)
+
+    w, a = torch.randn(8), torch.randn(8, 4)
+    model = Both()
+
+    def loss(x):
+        scores, value = model(x)
+        return F.mse_loss(value[:, 0], 20 * (x @ w)) + 1e-4 * F.cross_entropy(scores, (x @ a).argmax(1))
+
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    record = steps_of(model, optimizer, tmp_path / "run", 120, lambda: (torch.randn(64, 8),), loss)
+    assert "vanishing" not in {one.rule for one in record.findings}
+
+
+@pytest.mark.parametrize("kind", ["l1", "smooth_l1", "huber"])
+def test_errors_that_stay_above_one_number_for_all_are_told(tmp_path, kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    x = torch.randn(256, 8)
+    y = 60000 + 30000 * (x[:, :1] + 0.3 * torch.randn(256, 1))
+    error = {"l1": F.l1_loss, "smooth_l1": F.smooth_l1_loss, "huber": F.huber_loss}[kind]
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    record = steps_of(model, optimizer, tmp_path / "run", 150, tuple, lambda: error(model(x), y))
+    assert record.verdict.state == "suspicious", str(record.verdict)

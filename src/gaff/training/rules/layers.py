@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 from gaff.record.sample import Key, Sample, path_of
 from gaff.record.statistics import Numbers
@@ -30,6 +32,18 @@ def weights_by_depth(sample: Sample) -> dict[str, list[tuple[Key, Numbers]]]:
             module = key[0], path_of(key[1]).rpartition(".")[0]
             found.setdefault(key[0], []).append((order.get(module, len(order)), key, row))
     return {model: [(key, row) for _, key, row in sorted(one, key=lambda it: it[0])] for model, one in found.items()}
+
+
+def in_branches(gradients: Sequence[tuple[Key, Numbers]]) -> bool:
+    """Whether the gradients of a model grow by nearly all that they do, ten times at most left out, from one weight to
+    the next, and that is in a part of another name: an actor and a critic, called one after the other."""
+    norms = [max(row.norm, 1e-30) for _, row in gradients]
+    steps = [later / before for before, later in itertools.pairwise(norms)]
+    at = max(range(len(steps)), key=steps.__getitem__)
+    names = [
+        [part for part in path_of(key[1]).split(".")[:-2] if not part.isdigit()] for key, _ in gradients[at : at + 2]
+    ]
+    return steps[at] > 0.1 * norms[-1] / norms[0] and names[0] != names[1]
 
 
 def zeros_behind(sample: Sample, key: Key) -> tuple[str, float] | None:

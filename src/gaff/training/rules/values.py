@@ -16,7 +16,14 @@ import statistics
 from collections.abc import Iterator
 
 from gaff.record.sample import Key, Sample, path_of, port_of
-from gaff.training.rules.layers import clips_an_explosion, is_normalised, weights_by_depth, zeros_behind, zeros_of_input
+from gaff.training.rules.layers import (
+    clips_an_explosion,
+    in_branches,
+    is_normalised,
+    weights_by_depth,
+    zeros_behind,
+    zeros_of_input,
+)
 from gaff.training.rules.registry import Hit, Past, rule
 from gaff.training.rules.steps import has_fallen
 
@@ -101,7 +108,8 @@ def vanishing(sample: Sample, past: Past) -> Iterator[Hit]:
     """norm(first weight's gradient) < 1e-3 norm(last's) and < 1e-4 (AutoTrainer, beta 1 and 2). In 30 % of looks.
 
     So it must be of each in the first quarter of the weights: those of queries and keys get little in a healthy
-    attention, too. Not where a loss has fallen to half of what it was: it learns all the same.
+    attention, too. Not where a loss has fallen to half of what it was: it learns all the same; nor where one step from
+    a part of another name makes nearly all of the difference: of two branches neither comes before the other.
     """
     if any(has_fallen(past, name, 0.5) for name in past.losses):
         return
@@ -110,7 +118,7 @@ def vanishing(sample: Sample, past: Past) -> Iterator[Hit]:
             continue
         (first, row), last = gradients[0], gradients[-1][1]
         largest = max(one.norm for _, one in gradients[: (len(gradients) + 3) // 4])
-        if last.norm > 0 and largest < 1e-3 * last.norm and largest < 1e-4:
+        if last.norm > 0 and largest < 1e-3 * last.norm and largest < 1e-4 and not in_branches(gradients):
             yield Hit(first, first_norm=row.norm, last_norm=last.norm, ratio=row.norm / last.norm)
 
 

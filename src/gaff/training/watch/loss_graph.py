@@ -29,6 +29,7 @@ _AROUND_PICKED = {*_PICKED, "NegBackward", "MeanBackward", "SumBackward", "DivBa
                   "AddBackward", "ClampBackward", "ClampMinBackward"}  # fmt: skip
 _TURNS = {"TBackward", "TransposeBackward", "PermuteBackward", "NumpyTBackward", "MovedimBackward"}  # dimensions
 _ENDS = ("NegBackward", "MeanBackward", "LogBackward", "ClampBackward", "ClampMinBackward", "ClampMaxBackward")
+_MEANS = ("MseLossBackward", "SmoothL1LossBackward", "HuberLossBackward")  # that reduce by themselves
 _PAIRWISE = ("MseLossBackward", "SmoothL1LossBackward", "HuberLossBackward", "L1LossBackward", "AbsBackward")
 _BY_HAND = (
     ("MeanBackward", "SumBackward"),
@@ -139,7 +140,7 @@ def _signed(number: int) -> int:
 
 def _is_mean(node: Any, names: list[str]) -> bool:
     """Whether a loss's own node takes the mean of an error, or of binary cross entropies, without weights."""
-    if names[0] == "MseLossBackward" or names[0].startswith("BinaryCrossEntropy"):
+    if names[0] in _MEANS or names[0].startswith("BinaryCrossEntropy"):
         is_plain = kept_by(node, "weight") is None and kept_by(node, "pos_weight") is None
         return is_plain and getattr(node, "_saved_reduction", 0) == 1
     return names == ["MeanBackward", "AbsBackward"]

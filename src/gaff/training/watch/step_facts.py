@@ -129,10 +129,24 @@ def _of_probabilities(targets: Tensor, known: Mapping[str, Any]) -> Tensor:
     return torch.where(((targets == 0) | (targets == 1)).all() & is_varied.any(), found, math.inf)
 
 
+def _of_huber(targets: Tensor, edge: float) -> Tensor:
+    """The Huber loss of a model that knows the median of each column of its targets, and nothing else."""
+    away = (targets - targets.median(0).values).abs()
+    return torch.where(away < edge, 0.5 * away.square(), edge * (away - 0.5 * edge)).mean()
+
+
+def _of_smooth_l1(targets: Tensor, known: Mapping[str, Any]) -> Tensor:
+    """The smooth L1 loss of such a model: the Huber loss over ``beta``, and the absolute error where that is 0."""
+    beta = float(known.get("beta", 1.0))
+    return _of_huber(targets, beta) / beta if beta else (targets - targets.median(0).values).abs().mean()
+
+
 # What the mean of a loss is for a model that knows how its targets are spread over a batch, and nothing else.
 _GUESSES: dict[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
     "mse_loss": lambda targets, _: targets.var(0).mean(),
     "l1_loss": lambda targets, _: (targets - targets.median(0).values).abs().mean(),
+    "smooth_l1_loss": _of_smooth_l1,
+    "huber_loss": lambda targets, known: _of_huber(targets, float(known.get("delta", 1.0))),
     "binary_cross_entropy": _of_probabilities,
     "binary_cross_entropy_with_logits": _of_probabilities,
 }
