@@ -451,7 +451,6 @@ def test_errors_that_stay_above_one_number_for_all_are_told(tmp_path, kind):
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     x = torch.randn(256, 8)
     y = 60000 + 30000 * (x[:, :1] + 0.3 * torch.randn(256, 1))
-    error = {"l1": F.l1_loss, "smooth_l1": F.smooth_l1_loss, "huber": F.huber_loss}[kind]
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    record = steps_of(model, optimizer, tmp_path / "run", 150, tuple, lambda: error(model(x), y))
+    record = steps_of(model, optimizer, tmp_path / "run", 150, tuple, lambda: getattr(F, f"{kind}_loss")(model(x), y))
     assert record.verdict.state == "suspicious", str(record.verdict)
