@@ -52,6 +52,7 @@ def test_jobs_are_done_in_order_by_a_thread_that_the_program_does_not_find():
     for number in range(100):
         worker.put(lambda number=number: seen.append(number))
     worker.put(lambda: threads.extend(threading.enumerate()))
+    worker.put(threading.current_thread)  # lists a stand-in
     worker.stop()
     assert seen == list(range(100))
     assert [one.name for one in threads] == [one.name for one in threading.enumerate()]

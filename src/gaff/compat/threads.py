@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import threading
 import time
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ class UnlistedThread:
 
     It is made below ``threading``, and waited for without any lock: what a signal handler raises in the middle of
     ``Thread.start``, ``is_alive`` or ``join`` may end the thread, or leave its lock taken for good (seen with 3.11).
-    What runs on it must not ask for ``threading.current_thread()``, which lists a stand-in.
+    What runs on it should not ask for ``threading.current_thread()``, which lists a stand-in until it is over.
     """
 
     def __init__(self, run: Callable[[UnlistedThread], None]) -> None:
@@ -33,6 +34,9 @@ class UnlistedThread:
         try:
             self._run(self)
         finally:
+            listed = getattr(threading, "_active", None)
+            if isinstance(listed, dict):
+                listed.pop(self.ident, None)
             self.is_over = True
 
     def wait(self) -> None:
