@@ -579,6 +579,8 @@ def test_nan_of_a_script(capsys, script, arguments, code, expected):
 def test_nan_of_a_script_with_its_python_before_it(capsys, script, tmp_path):
     code, out, _ = run(capsys, "nan", "--", sys.executable, script, "bad")
     assert (code, "by /log#0, train_once.py:12" in out) == (3, True), out
+    code, _, err = run(capsys, "nan", sys.executable, "-u", script, "bad")
+    assert (code, "option '-u' of Python comes too late" in err) == (1, True), err
     other = tmp_path / "python3.9"
     other.write_text("#!/bin/sh\n")
     other.chmod(0o755)

@@ -59,11 +59,17 @@ def run(options: argparse.Namespace) -> int:
 def _leave_out_python(options: argparse.Namespace) -> None:
     """Read ``python train.py`` as ``train.py`` and ``python -m package.train`` as ``-m package.train``.
 
-    The script runs inside gaff's own process. Raises PlanError for another Python than the one that runs gaff.
+    The script runs inside gaff's own process. Raises PlanError for another Python than the one that runs gaff, and for
+    options of Python's, which cannot be given to a process that runs already.
     """
     is_python = re.fullmatch(r"python[\d.]*", Path(options.model).name)
     is_module = options.rest[:1] == ["-m"]
     words = options.rest[is_module:]
+    if is_python and words and words[0].startswith("-"):
+        raise PlanError(
+            f"option {words[0]!r} of Python comes too late for the process that runs gaff, and the script in it: "
+            "expected gaff nan train.py, or gaff nan -m package.train"
+        )
     if not is_python or not words or not (is_module or words[0].endswith(".py")):
         return
     found = shutil.which(options.model)
