@@ -21,6 +21,7 @@ from gaff.compat.modes import dispatch_modes, plainly
 from gaff.engine.flops import FlopCount
 from gaff.engine.process.alone import Unanswered
 from gaff.engine.replacements import Held, Replacements
+from gaff.errors import PlanError
 
 EAGER = "compiled code ran eagerly while the session was open (torch.compiler.set_stance('force_eager'))"
 EAGER_IF_ANY = f"of a model that is not compiled itself, in a process that has compiled: if any called it, {EAGER}"
@@ -32,9 +33,14 @@ def _force() -> ExitStack:
     In that stance torch brings no gradient to what the functions of its operators close over, such as parameters of
     modules.
     """
-    with ExitStack() as forced:  # torch refuses another stance inside of compiled code
+    with ExitStack() as forced:
         forced.enter_context(_CONTROL_FLOW)
-        forced.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            forced.enter_context(torch.compiler.set_stance("force_eager"))
+        except RuntimeError as error:
+            raise PlanError(
+                "a session cannot be opened inside compiled code: expected it around the call of what is compiled"
+            ) from error
         return forced.pop_all()
 
 
