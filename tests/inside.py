@@ -145,6 +145,7 @@ SHARDED = {
     "test_a_function_mode_of_the_program_sees_and_changes_what_the_program_does": "the mode sees what FSDP2 does, too",
     "test_graphs_of_functorch_are_refused": "torch makes no such graph of what is sharded",
     **SPREAD,
+    "test_weights_that_were_tied_when_the_session_was_opened": "FSDP2 takes no plain weights for its own",
     "test_no_cycle_holds_the_values": UNITS,
     "test_a_capture_or_a_feature_that_fails_inside_is_told": UNITS,
     "test_the_gradient_of_the_old_one_is_still_told_where_another_stands_in_for_a_while": PARTS,
