@@ -237,7 +237,7 @@ def test_all_that_gaff_does_is_in_its_share(tmp_path):
 def test_a_look_that_holds_much_waits_alone():
     started, done = [], []
     worker = Worker(done.append)
-    worker._thread = type("Busy", (), {"is_alive": lambda self: True})()  # takes no job
+    worker._thread = type("Busy", (), {"is_over": False, "ident": 1})()  # takes no job
     for number in range(4):
         worker.put_look(lambda number=number: started.append(number), 40 << 20)
     assert worker.dropped == 3
