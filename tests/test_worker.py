@@ -45,7 +45,7 @@ def test_what_a_signal_handler_raises_in_the_middle_leaves_nobody_waiting():
     assert all(
         type(one) is TimeIsUp for one in failures
     )  # a job that was done on this thread, told to whoever made the worker
-    assert reached > 100
+    assert reached > 20
     assert done
 
 
