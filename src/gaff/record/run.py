@@ -7,7 +7,6 @@ for each process a log ``*.gaff`` and a ring ``*.ring`` of its last steps. The r
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +20,7 @@ from gaff.record.absent import is_absent
 from gaff.record.curve import Curve
 from gaff.record.experiments import Experiments, compare, read_tried
 from gaff.record.factors import at_first_scale, factor_of, guesses
+from gaff.record.files import in_order, rank_of, read_head
 from gaff.record.finding import SEVERITIES, Finding, by_severity
 from gaff.record.flight import ENDING as RING
 from gaff.record.flight import Flight, read_left, read_ring
@@ -74,7 +74,7 @@ class Record:
         if not self._parts:
             kind = "is no folder" if not self.path.is_dir() else f"holds no file *{ENDING}"
             raise RecordError(f"{str(path)!r} {kind}: expected a folder that gaff watch --out has written")
-        self.head = _read_head(self.path / HEAD)
+        self.head = read_head(self.path / HEAD, VERSION)
         self.refresh()
 
     def refresh(self) -> None:
@@ -91,10 +91,10 @@ class Record:
         """
         known = {part.reader.path for part in self._parts}
         found = self.path.glob(f"*{ENDING}") if self.path.is_dir() else ()
-        for file in _in_order([one for one in found if one not in known and one.is_file()]):
+        for file in in_order([one for one in found if one not in known and one.is_file()]):
             if known and file.stat().st_size < len(MAGIC):
                 continue  # just being made
-            rank = _rank_of(file)
+            rank = rank_of(file)
             if any(part.rank == rank for part in self._parts):  # several processes without ranks
                 rank = 1 + max(part.rank for part in self._parts)
             self._parts.append(RankPart(rank, LogReader(file)))
@@ -343,42 +343,6 @@ def _find(names: dict[str, tuple[str, str]], site: str, path: Path, phase: str) 
 def _joined(model: str, address: str) -> str:
     """The name of a site with its model's before it: ``model.fc1``, and ``model:output`` of the model itself."""
     return f"{model}{address}" if address.startswith((":", "[")) else f"{model}.{address}"
-
-
-def _in_order(files: list[Path]) -> list[Path]:
-    """Logs by their rank; of those without one, which all are 0, first the processes that train, where others only call
-    a model, then the main one."""
-    return sorted(files, key=lambda one: (_rank_of(one), len(files) > 1 and not _trains(one), len(one.name)))
-
-
-def _trains(file: Path) -> bool:
-    """Whether a process has written a step of an optimizer so far."""
-    part = RankPart(0, LogReader(file))
-    if file.stat().st_size >= len(MAGIC):
-        part.read()
-    return "lr" in part.logged
-
-
-def _rank_of(file: Path) -> int:
-    """The rank in the name of a file: 3 of ``rank3.gaff``, whatever follows a hyphen; 0 of any other."""
-    digits = file.stem.removeprefix("rank").partition("-")[0]
-    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else 0
-
-
-def _read_head(path: Path) -> dict[str, Any]:
-    """What ``run.json`` says; empty where there is none. Raises RecordError for one that a later gaff has written."""
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecordError(f"{path}: cannot be read: {error}") from None
-    version = found.get("version") if isinstance(found, dict) else None
-    if not isinstance(version, int) or version > VERSION:
-        raise RecordError(
-            f"{path}: version {version!r} of the format: this gaff reads up to {VERSION}; install a later"
-        )
-    return dict(found)
 
 
 def _case(record: Record) -> RunCase:

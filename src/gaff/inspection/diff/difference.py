@@ -16,6 +16,7 @@ from typing import Any
 from gaff.compat import extras
 from gaff.compat.files import write_text
 from gaff.inspection.writing import ending
+from gaff.record.trace_rows import Fingerprint
 from gaff.views.notebook import Shown, cell, colored, framed, safe, table_html
 from gaff.views.run_text import number
 from gaff.views.text import table
@@ -238,3 +239,16 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and value - value != 0 else value
+
+
+def sketched(one: Fingerprint, other: Fingerprint, least: float = 0.0) -> float:
+    """The norm of the difference of two tensors relative to the larger, as their sketches tell it: within a third.
+
+    Infinite where not the same elements are NaN or infinite. ``least``: a norm below which neither counts as the larger
+    one, see ``traces``.
+    """
+    if one.odd != other.odd:
+        return math.inf
+    difference = math.hypot(*(a - b for a, b in zip(one.sketch, other.sketch, strict=True)))
+    size = max(least, math.hypot(*one.sketch), math.hypot(*other.sketch))
+    return difference / size if size else float(difference > 0)

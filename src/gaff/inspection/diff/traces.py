@@ -13,11 +13,11 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from gaff.address.grammar import parse_site
-from gaff.inspection.diff.difference import Difference, DiffRow, shown, state_of
+from gaff.inspection.diff.difference import Difference, DiffRow, shown, sketched, state_of
 from gaff.inspection.diff.pairs import Pair, Pairing, renaming
 from gaff.inspection.diff.rounding import LITTLE, Drift, allowance, has_kinks
 from gaff.inspection.trace import Trace
-from gaff.record.trace_rows import CallRow, Fingerprint, Gradient, ParameterRow
+from gaff.record.trace_rows import CallRow, Gradient, ParameterRow
 
 _NEAR = 64  # calls: how far rounding may have come where two calls are taken for one by what they return
 _LEAST = 1e-3  # of the median norm of gradients
@@ -176,7 +176,7 @@ def _is_near(one: CallRow, norm: float, other: CallRow, size: float) -> bool:
     if one.fingerprint.digest == other.fingerprint.digest:
         return True
     allowed = allowance(None, Drift(_NEAR), one, other)
-    return abs(norm - size) <= 2 * allowed * size and _sketched(one.fingerprint, other.fingerprint) <= allowed
+    return abs(norm - size) <= 2 * allowed * size and sketched(one.fingerprint, other.fingerprint) <= allowed
 
 
 def _has_no_calls(trace: Trace) -> list[bool]:
@@ -301,7 +301,7 @@ def _input(a: Trace, b: Trace, tolerance: float | None) -> DiffRow:
         return DiffRow(*place, "same", 0.0, allowed)
     if shapes[0] != shapes[1]:
         return DiffRow(*place, "parted", math.inf, allowed, "shape", shapes[0], shapes[1])
-    delta = max(_sketched(a.given, b.given), LITTLE)
+    delta = max(sketched(a.given, b.given), LITTLE)
     return DiffRow(*place, state_of(delta, allowed), delta, allowed, "elements")
 
 
@@ -351,7 +351,7 @@ def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[D
             DiffRow(one.site, other.site, "forward", state, delta, tolerance, number, one.output, other.output, how)
         ]
     if delta < math.inf and one.fingerprint.sketch and other.fingerprint.sketch:
-        delta = _sketched(one.fingerprint, other.fingerprint)
+        delta = sketched(one.fingerprint, other.fingerprint)
         if one.fingerprint.odd != other.fingerprint.odd:
             number, values = "nonfinite", [one.statistics.nonfinite, other.statistics.nonfinite]
     delta = max(delta, LITTLE)  # the bits differ, or the type
@@ -378,7 +378,7 @@ def _of_sketches(one: CallRow, other: CallRow, how: str, tolerance: float) -> li
     """The row of calls that have no moments, such as of complex numbers; empty where there is not even a sketch."""
     if not one.fingerprint.sketch or not other.fingerprint.sketch:
         return []
-    delta = max(_sketched(one.fingerprint, other.fingerprint), LITTLE)
+    delta = max(sketched(one.fingerprint, other.fingerprint), LITTLE)
     state, sites = state_of(delta, tolerance), (one.site, other.site)
     if delta == math.inf:
         a, b = ("some" if row.fingerprint.odd else "none" for row in (one, other))
@@ -402,19 +402,6 @@ def _farthest(one: CallRow, other: CallRow) -> tuple[str, float]:
     if math.isinf(known[worst]):
         return worst, math.inf
     return worst, known[worst] / size if size else float(known[worst] > 0)
-
-
-def _sketched(one: Fingerprint, other: Fingerprint, least: float = 0.0) -> float:
-    """The norm of the difference of two tensors relative to the larger, as their sketches tell it: within a third.
-
-    Infinite where not the same elements are NaN or infinite. ``least``: a norm below which neither counts as the larger
-    one, see ``_backward``.
-    """
-    if one.odd != other.odd:
-        return math.inf
-    difference = math.hypot(*(a - b for a, b in zip(one.sketch, other.sketch, strict=True)))
-    size = max(least, math.hypot(*one.sketch), math.hypot(*other.sketch))
-    return difference / size if size else float(difference > 0)
 
 
 def _backward(
@@ -442,7 +429,7 @@ def _backward(
     if is_finite[0] != is_finite[1]:
         delta = math.inf
     elif one.fingerprint.sketch and other.fingerprint.sketch and one.shape == other.shape:
-        delta = _sketched(one.fingerprint, other.fingerprint, least)
+        delta = sketched(one.fingerprint, other.fingerprint, least)
     else:
         size = max(one.norm, other.norm, least)
         delta = abs(one.norm - other.norm) / size if size else 0.0
