@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch import nn
 
 import gaff
@@ -454,3 +455,43 @@ def test_errors_that_stay_above_one_number_for_all_are_told(tmp_path, kind):
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     record = steps_of(model, optimizer, tmp_path / "run", 150, tuple, lambda: getattr(F, f"{kind}_loss")(model(x), y))
     assert record.verdict.state == "suspicious", str(record.verdict)
+
+
+class Codes(nn.Module):
+    """Digits by way of a codebook; ``has_both``: with both losses of its paper, else vectors alone follow codes."""
+
+    def __init__(self, *, has_both):
+        super().__init__()
+        self.encode, self.decode = nn.Linear(64, 16), nn.Linear(16, 64)
+        self.book = nn.Embedding(32, 16)
+        nn.init.uniform_(self.book.weight, -1 / 32, 1 / 32)
+        self.has_both = has_both
+
+    def forward(self, x):
+        z = self.encode(x)
+        codes = self.book(torch.cdist(z, self.book.weight).argmin(1))
+        loss = 0.25 * F.mse_loss(z, codes.detach())
+        if self.has_both:
+            loss = loss + F.mse_loss(codes, z.detach())
+        return self.decode(z + (codes - z).detach()), loss
+
+
+@pytest.mark.parametrize("has_both", [True, False])
+def test_a_codebook_and_its_vectors_are_targets_of_each_other(tmp_path, has_both):
+    torch.manual_seed(0)
+    x = torch.tensor(load_digits().data[:256], dtype=torch.float32) / 16
+    model = Codes(has_both=has_both)
+
+    def loss():
+        made, kept = model(x)
+        return F.mse_loss(made, x) / x.var() + 4 * kept
+
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    record = steps_of(model, optimizer, tmp_path / "run", 60, tuple, loss)
+    told = {one.get("own_targets") for _, one in record.events("look") if one.get("phase") == "train"}
+    assert told == ({"loss"} if has_both else {None})
+    if has_both:
+        values = record.scalar("loss").values
+        assert max(values) > 2 * values[0]
+        named = {one.rule for one in record.findings} | {record.verdict.name}
+        assert not named & {"diverging", "learning_rate_too_high"}

@@ -123,6 +123,22 @@ def traces_backward() -> bool:
     return bool(getattr(sys.modules.get("torch._dynamo.config"), "trace_autograd_ops", False))
 
 
+def on_compiling(told: Callable[[], None]) -> Callable[[], None]:
+    """Call ``told()`` whenever Dynamo is about to compile, on the thread that does, until the returned one is called.
+
+    Does nothing where the compiler has not been loaded: somebody may load it later, unheard.
+    """
+    if not is_loaded():
+        return lambda: None
+    from torch._dynamo.callback import callback_handler
+
+    def begins(_: Any) -> None:
+        told()
+
+    callback_handler.register_start_callback(begins)
+    return partial(callback_handler.remove_start_callback, begins)
+
+
 def has_compiled_autograd() -> bool:
     """Whether backward passes are compiled as a whole at this moment (compiled autograd)."""
     known = sys.modules.get("torch._dynamo.compiled_autograd")

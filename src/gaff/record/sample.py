@@ -129,7 +129,8 @@ class Sample:
         """Whether the step is that of something that acts: its model ran often with few examples, for one loss.
 
         Eight times or more for each backward pass, with sixteen examples at most, or before it without gradients for a
-        single one, as an agent does that learns from what it remembers: such losses follow what is met.
+        single one, as an agent does that learns from what it remembers: such losses follow what is met. So it is where
+        a loss has targets that it teaches itself, as of quantised codes: it follows the model.
         """
         return acts(self.facts)
 
@@ -155,7 +156,8 @@ class Sample:
 def acts(facts: Mapping[str, Any]) -> bool:
     """As ``Sample.is_acting``, of the facts of a step as they are, or as a record's event about a look holds them."""
     runs, backwards, batch = facts.get("runs", 0), facts.get("backwards", 0), facts.get("batch", _MOST_ACTING + 1)
-    return bool(backwards and (facts.get("acted") or (runs >= 8 * backwards and batch <= _MOST_ACTING)))
+    is_met = facts.get("acted") or facts.get("own_targets") or (runs >= 8 * backwards and batch <= _MOST_ACTING)
+    return bool(backwards and is_met)
 
 
 def port_of(address: str) -> str:

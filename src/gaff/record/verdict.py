@@ -170,6 +170,8 @@ def _judged(case: RunCase) -> str:
     told = f"{seen}; the loss {name!r}{times} went from {began} to {curve.last:.4g}"
     if not case.successors and curve.last > _NO_FALL * curve.first > 0 and curve.spread > 0.5 * curve.first:
         told += f", which is no fall: single steps differ by {curve.spread:.3g} from the ones around them"
+    if case.is_acting and curve.last > curve.first > 0:
+        told += ", which says little: it follows what the model itself does"
     guess = case.guess.get(name, 0.0)
     if curve.last > _NEAR_GUESSING * guess > 0:
         told += f", where guessing comes to {guess:.4g}"

@@ -118,6 +118,7 @@ class Looks:
         self._heard.over()
         self._in_training_mode.clear()
         sampled = self._target = self.sampled
+        model.has_run = True
         has_acted = self.modes.acting.trains(model.name, args, kwargs)
         if sampled is not None and sampled.runs.all >= _MOST_RUNS and step == 0:
             self.is_endless = True

@@ -105,6 +105,22 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     return found
 
 
+def teaches_targets(loss: Tensor) -> bool:
+    """Whether what one of torch's pairwise losses has as its constant is trained by another one of the same loss.
+
+    Such a loss holds the model still where it moves by another term, as a codebook and the vectors that it stands for
+    do (van den Oord et al., 2017): going down its gradient need not make it smaller. Known by memory, of losses that
+    are among the first 1,000 nodes behind this one.
+    """
+    trained, held = set[Any](), set[Any]()
+    for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES):
+        if node.name().rstrip("0123456789") in _PAIRWISE:
+            for one in (kept_by(node, "self"), kept_by(node, "target")):
+                if type(one) is Tensor and one.numel() > 1:
+                    (trained if one.requires_grad else held).add((one.device, one.data_ptr()))
+    return not trained.isdisjoint(held)
+
+
 def _summed(chain: list[Any], names: list[str]) -> tuple[int, Tensor] | None:
     """Of a sum of negative log-likelihoods its place in the chain, and how many times the mean it is, on its device.
 

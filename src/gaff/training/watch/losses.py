@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gaff.compat import distributed, elements
 from gaff.inspection.nonfinite.unsafe_ops import UnsafeOp, steep_ops
-from gaff.training.watch.loss_graph import facts_of_graph, first_numbers, reaches
+from gaff.training.watch.loss_graph import facts_of_graph, first_numbers, reaches, teaches_targets
 from gaff.training.watch.mixing_axis import wrong_axis
 from gaff.training.watch.variable_names import caller, name_of_loss
 
@@ -178,6 +178,8 @@ class Losses:
             found |= {"mixing": mixed} if mixed else {}
         if self._ends[0] and reaches(tensor if named is None else named, self._ends[0]):
             found["holds"] = name
+        if teaches_targets(tensor):
+            found["own_targets"] = name
         self.facts.update(found)
 
     def values(self) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class ModelCalls:
         self.passing = Passing()  # runs that are only counted
         self._inside_compiled = InsideCompiled(models, self._left)
         self._graphs = ExitStack()  # exported ones that run as trees of modules
+        self._unheard = compiler.on_compiling(self._compiling)
         if (wrapper := compiler.wrapper_class()) is not None:  # somebody may have compiled a model before
             self._expect(wrapper)
 
@@ -158,6 +159,12 @@ class ModelCalls:
             self.has_compiled_function = True
             self._hooks.switch_off()
 
+    def _compiling(self) -> None:
+        """Code that nobody has told of is about to be compiled, before hooks on all modules are seen in it."""
+        if self._hooks.is_on:
+            self.has_compiled_function = True
+            self._hooks.switch_off()
+
     def pause(self) -> Callable[[], None]:
         """Tell nobody of anything until the returned function is called: gaff is about to run a model itself."""
         was_on = self._hooks.is_on
@@ -173,6 +180,7 @@ class ModelCalls:
 
     def close(self) -> None:
         """Take all hooks and wrappers away: nothing of gaff's stays on a class, a module or an exported graph."""
+        self._unheard()
         self._hooks.switch_off()
         self._inside_compiled.close()
         self._graphs.close()

@@ -79,6 +79,7 @@ class Model:
     is_compiled: bool
     parameters: dict[int, tuple[weakref.ref[nn.Module], str, str]] = field(default_factory=dict)
     graphs: weakref.WeakSet[GraphTree] = field(default_factory=weakref.WeakSet)  # trees of exported ones in it
+    has_run: bool = False  # whether a call of it was seen in training
     is_untrained: bool | None = None  # whether a weight lies as torch initialises it; None: nobody has asked
 
     def reread(self) -> None:
