@@ -450,3 +450,32 @@ def test_an_edit_inside_a_checkpoint_is_over_with_its_backward_though_the_loss_i
     again = x.detach().requires_grad_()
     block[2](block[1](block[0](again)) * 0.5).sum().backward()
     assert torch.allclose(x.grad, again.grad)
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_function_that_was_compiled_before_the_watch_is_compiled_once(tmp_path, is_warm):
+    x, y = torch.randn(64, 8), torch.randint(3, (64,))
+
+    def trained(watching):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 3))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loss_of = torch.compile(lambda x, y: nn.functional.cross_entropy(model(x), y), backend="aot_eager")
+        if is_warm:
+            loss_of(x, y)
+        with watching(model):
+            for _ in range(20):
+                optimizer.zero_grad()
+                loss_of(x, y).backward()
+                optimizer.step()
+        return list(model.parameters()), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    bare, graphs = trained(lambda model: nullcontext())
+    watched, others = trained(lambda model: gaff.watch(model, out=tmp_path / "run"))
+    assert graphs == others == 1
+    assert all(torch.equal(one, other) for one, other in zip(bare, watched, strict=True))
+    record = gaff.load(tmp_path / "run")
+    assert any("a function was compiled" in one for one in record.notes)
+    assert [one for one in record.scalars if one.startswith("loss")] == ["loss:loss"]
