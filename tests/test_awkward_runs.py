@@ -495,3 +495,52 @@ def test_a_codebook_and_its_vectors_are_targets_of_each_other(tmp_path, has_both
         assert max(values) > 2 * values[0]
         named = {one.rule for one in record.findings} | {record.verdict.name}
         assert not named & {"diverging", "learning_rate_too_high"}
+
+
+@pytest.mark.parametrize("other", ["squared", "weights", "activations"])
+def test_losses_of_one_loop_are_not_taken_for_one(tmp_path, other):
+    torch.manual_seed(0)
+    body, classes, numbers = nn.Sequential(nn.Linear(8, 32), nn.ReLU()), nn.Linear(32, 3), nn.Linear(32, 4)
+    model = nn.ModuleList([body, classes, numbers])
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for _ in range(20):
+            x = torch.randn(32, 8)
+            hidden = body(x)
+            squared = F.mse_loss(numbers(hidden), 9 * x[:, :4])
+            losses = {
+                "squared": [F.cross_entropy(classes(hidden), x[:, :3].argmax(1)), squared],
+                "weights": [
+                    F.cross_entropy(classes(hidden), x[:, :3].argmax(1)),
+                    1e-2 * sum(one.square().sum() for one in model.parameters()),
+                ],
+                "activations": [squared, 1e-3 * hidden.abs().sum(1).mean()],
+            }[other]
+            optimizer.zero_grad()
+            for loss in losses:
+                loss.backward(retain_graph=True)
+            optimizer.step()
+    found = {one.rule for one in gaff.load(tmp_path / "run").findings}
+    assert not found & {"initial_loss", "bounded_output"}
+
+
+@pytest.mark.parametrize(("first", "then"), [(8, 1), (1, 8)])
+def test_a_loss_that_is_divided_by_another_number_later_is_compared_with_nothing(tmp_path, first, then):
+    torch.manual_seed(1)
+    x = torch.randn(512, 8)
+    y = (x @ torch.randn(8, 3)).argmax(1)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for step in range(80):
+            count = first if step < 40 else then
+            for _ in range(count):
+                at = torch.randint(512, (16,))
+                (F.cross_entropy(model(x[at]), y[at]) / count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    record = gaff.load(tmp_path / "run")
+    assert record.verdict.state == "healthy", str(record.verdict)
+    assert not record.findings
+    assert "no values to compare" in str(record.verdict)
+    assert "guessing" not in str(record.verdict)

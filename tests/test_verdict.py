@@ -214,6 +214,7 @@ def test_a_single_step_at_the_end_is_no_stretch_of_its_own():
     [
         ([(10, 0.5), (20, 0.2), (30, 0.4), (40, 0.5)], "since then it overfits"),
         ([(10, 0.5), (20, 0.2), (30, 0.21), (40, 0.4)], ""),
+        ([(at, 0.2 + (0.2 + 0.002 * at) * (at % 20 > 9)) for at in range(10, 200, 9)], ""),  # they scatter
     ],
 )
 def test_overfitting_is_two_evaluations_that_are_worse_while_the_loss_falls(pairs, told):

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gaff
 from gaff import edits
+from gaff.errors import ExactnessError
 
 
 class Both(nn.Module):
@@ -299,3 +300,63 @@ def test_uses_of_what_was_passed_in_are_no_part_of_what_an_in_place_module_retur
     assert got[":outer_grad"].unique().tolist() == [1.0]
     assert got[":grad_output"].unique().tolist() == [11.0]
     assert "returned a tensor that it was given: what its caller does with that itself is no part" in str(got.receipt)
+
+
+def _layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(3, 4)
+
+
+def _kept_alone(net, x):
+    """The gradient of the first weight where only what was kept of module 1 has a loss."""
+    hidden = net[1](net[0](x))
+    return torch.autograd.grad(10 * hidden.sum(), net[0].weight)[0]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("port", ["1:outer_grad", "2:grad_input"])
+def test_what_is_computed_from_a_kept_value_is_no_part_whoever_came_first(port, is_first):
+    net, x = _layers()
+    site = "1" if port == "1:outer_grad" else "2:input"
+    share = net[2].weight.sum(0).expand(3, 6)
+
+    def step(make, others):
+        net.zero_grad()
+        sessions = [lambda: gaff.capture(net, site, graph=True), make]
+        with ExitStack() as stack:
+            opened = [stack.enter_context(one()) for one in (sessions if is_first else sessions[::-1])]
+            kept, other = opened if is_first else opened[::-1]
+            (net(x).sum() + 10 * kept[site].sum()).backward()
+            return others(other)
+
+    if port == "2:grad_input" and not is_first:  # what the later session keeps lies inside the module's call
+        with pytest.raises(ExactnessError, match="ask for :input_grad"):
+            step(lambda: gaff.capture(net, port), lambda got: got[port])
+    else:
+        torch.testing.assert_close(step(lambda: gaff.capture(net, port), lambda got: got[port]), share)
+    step(lambda: gaff.edit(net, {port: edits.zero()}), lambda edit: None)
+    torch.testing.assert_close(net[0].weight.grad, _kept_alone(net, x))
+
+
+def test_an_edit_of_it_leaves_what_an_earlier_hook_of_the_user_holds():
+    net, x = _layers()
+    kept = {}
+    net[1].register_forward_hook(lambda module, given, output: kept.update(hidden=output))
+
+    def step(*sessions):
+        net.zero_grad()
+        with ExitStack() as stack:
+            opened = [stack.enter_context(one) for one in sessions]
+            (net(x).sum() + 10 * kept["hidden"].sum()).backward()
+        return opened
+
+    [got] = step(gaff.capture(net, "1:outer_grad"))
+    alone = got["1:outer_grad"]
+    got, _ = step(gaff.capture(net, "1:outer_grad"), gaff.edit(net, {"1:outer_grad": edits.scale(1.0)}))
+    torch.testing.assert_close(got["1:outer_grad"], alone)
+    step(gaff.edit(net, {"1:outer_grad": edits.zero()}))
+    torch.testing.assert_close(net[0].weight.grad, _kept_alone(net, x))
+    # a value edit beside it is still what the user's hook sees
+    with gaff.edit(net, {"1": edits.scale(2.0)}), gaff.edit(net, {"1:outer_grad": edits.zero()}):
+        net(x).sum().backward()
+    torch.testing.assert_close(kept["hidden"], 2 * net[1](net[0](x)))

@@ -86,7 +86,8 @@ def _is_left_by(is_wanted: Callable[[Node], bool], hook: Hook) -> bool:
 
 
 def _is_edited(node: Node) -> bool:
-    return node.exit.is_edited
+    """Whether a session edits an output or its gradient, and not only the part from outside, where callers are."""
+    return node.exit.is_edited and not all(act.gives_view for act in node.exit.acts)
 
 
 def _makes_another(node: Node) -> bool:

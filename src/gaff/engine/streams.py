@@ -115,10 +115,12 @@ class Act(ABC):
     """Acts on what passes a side: puts something else in its place, or sets the hooks by which a gradient is heard of.
 
     One that ``needs_graph`` is called once for each call, where an autograd graph is made that lasts. Any other is
-    called in each ordinary call and again in each recomputation, where it must do what it did the first time.
+    called in each ordinary call and again in each recomputation, where it must do what it did the first time. One that
+    ``gives_view`` gives the caller of a module a view of what it returned: what others ask is about the output itself.
     """
 
     needs_graph = False
+    gives_view = False
 
     @abstractmethod
     def __call__(self, value: Any, given: Arguments, crossing: Crossing) -> Any:

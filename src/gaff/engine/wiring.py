@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -345,19 +346,14 @@ def _connect_gradient(hang: Callable[..., None], share: type[InputShare | ShareC
     """
     _, node, _, site, _ = given
     if site.port == "grad_output":
-        hang(node.exit, OutputGradient(*given), before=_gives_a_view)
+        hang(node.exit, OutputGradient(*given), before=attrgetter("gives_view"))
     elif site.port == "outer_grad":
         hang(node.exit, OuterGradient(*given))
     else:
         is_total = site.port == "input_grad"
         first = InputGradient(*given) if is_total else share(*given)
         hang(node.entry, first, before=lambda act: is_total and isinstance(act, (ValueChange, ShareChange)))
-        hang(node.exit, SecondHalf(first), before=_gives_a_view)
-
-
-def _gives_a_view(act: Act) -> bool:
-    """Whether an act gives the caller a view of the output: what others ask is about the output itself."""
-    return isinstance(act, OuterGradient)
+        hang(node.exit, SecondHalf(first), before=attrgetter("gives_view"))
 
 
 def _hang(side: Side, new: Act, before: Callable[[Act], bool] | None = None) -> None:

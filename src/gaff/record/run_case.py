@@ -65,9 +65,9 @@ class RunCase:
     running it again with one thing changed, where that was done; ``unstepped``: what is told where no optimizer
     made a step; ``single``: what is told of single steps; ``is_acting``: a quarter of the steps or more are those of an
     agent, whose loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was
-    multiplied by before its backward pass; ``evaluated``: what was heard of evaluations; ``reach``: the usual least and
-    largest target of a batch, of squared and absolute errors, None without any; ``order``: of labels, where the data
-    comes in the order of them.
+    multiplied by before its backward pass, NaN where that changed; ``evaluated``: what was heard of evaluations;
+    ``reach``: the usual least and largest target of a batch, of squared and absolute errors, None without any;
+    ``order``: of labels, where the data comes in the order of them.
     """
 
     findings: tuple[Finding, ...]
@@ -93,6 +93,10 @@ class RunCase:
     def without(self, rule: str) -> RunCase:
         """The same run without the findings of one rule."""
         return replace(self, findings=tuple(one for one in self.findings if one.rule != rule))
+
+    def is_rescaled(self, name: str) -> bool:
+        """Whether a loss was multiplied by another number later on: its values cannot be compared over the run."""
+        return math.isnan(self.factors.get(name, 1.0))
 
     @property
     def is_range_test(self) -> bool:
@@ -153,8 +157,8 @@ class RunCase:
         """Of the one loss of a run with one optimizer: its name, the step from which it rises, its lowest, its last.
 
         None where it does not rise, in runs with several losses or optimizers, where one may rise as another falls, in
-        those of an agent, and where it is to rise; nor where it rises at once and stays below half of guessing, as one
-        of pairs does whose wrong answers are random at first.
+        those of an agent, where it was rescaled, and where it is to rise; nor where it rises at once and stays below
+        half of guessing, as one of pairs does whose wrong answers are random at first.
         """
         if (
             self.optimizers != 1
@@ -165,7 +169,7 @@ class RunCase:
         ):
             return None
         name, curve = self.loss
-        rise = curve.rise()
+        rise = None if self.is_rescaled(name) else curve.rise()
         is_easy = rise is not None and not rise[0] and max(curve.values) < 0.5 * self.guess.get(name, 0.0)
         return None if rise is None or is_easy else (name, rise[0], min(curve.start, curve.lowest[1]), curve.last)
 
@@ -182,6 +186,8 @@ class RunCase:
         if self.optimizers != 1 or len(self.losses) != 1 or self.loss is None or self.is_acting:
             return None
         name, curve = self.loss
+        if self.is_rescaled(name):
+            return None
         step, peak = curve.early_peak
         is_noise = 0.5 * peak < curve.late_peak < 2 * peak and curve.spread > 0.3 * curve.first
         if is_noise and curve.last <= 1.5 * curve.first:

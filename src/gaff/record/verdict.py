@@ -6,6 +6,9 @@ shows that no single look does. Nothing of this is stored: it is computed from a
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -122,6 +125,20 @@ def _untold(case: RunCase) -> str:
     )
 
 
+def _rises_since(at: int, pairs: Sequence[tuple[int, float]]) -> bool:
+    """Whether values have risen since the step ``at`` of the lowest, by more than they scatter.
+
+    Scatter is the median size of second differences, as a standard deviation, which no trend makes larger; without the
+    first half of the way down. The least of n values lies below their mean by sqrt(2 ln n) of it, or less.
+    """
+    since = [value for step, value in pairs if step > at]
+    values = [value for _, value in pairs][(len(pairs) - len(since)) // 2 :]
+    bends = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
+    scatter = 1.4826 * statistics.median(bends) / math.sqrt(6) if bends else 0.0
+    allowed = scatter * (math.sqrt(2 * math.log(len(pairs))) + 2.5 / math.sqrt(len(since)))
+    return statistics.median(since) > min(values) + allowed
+
+
 def _of_evaluations(case: RunCase, curve: Any) -> str:
     """How the loss of evaluations went, to be added.
 
@@ -136,7 +153,7 @@ def _of_evaluations(case: RunCase, curve: Any) -> str:
         late = [value for step, value in pairs if step > at][-2:]
         if len(late) == 2 and min(late) > 1.1 * least > 0:
             until = min(value for step, value in zip(curve.steps, curve.values, strict=True) if step <= at)
-            is_learning = len(case.losses) == 1 and curve.last < 0.9 * until
+            is_learning = len(case.losses) == 1 and curve.last < 0.9 * until and _rises_since(at, pairs)
             told += f", and was lowest at step {at} ({least:.4g}){': since then it overfits' if is_learning else ''}"
         return told
     return ""
@@ -165,6 +182,8 @@ def _judged(case: RunCase) -> str:
     name, curve = case.loss
     factor = case.factors.get(name, 1.0)
     times = f" (multiplied by {factor:.3g} before its backward pass)" if factor != 1.0 else ""
+    if case.is_rescaled(name):
+        times = " (multiplied by other numbers later than at first before its backward pass: no values to compare)"
     began = f"{curve.start:.4g}, and up to {curve.early_peak[1]:.4g} at step {curve.early_peak[0]}," \
         if curve.first > 2 * curve.start > 0 else f"about {curve.first:.4g}"  # fmt: skip
     told = f"{seen}; the loss {name!r}{times} went from {began} to {curve.last:.4g}"

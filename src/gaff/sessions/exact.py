@@ -29,6 +29,7 @@ from gaff.address.nested import Opaque, iter_tensors, map_tensors, size_bytes
 from gaff.compat import distributed, elements, memory
 from gaff.compat.compiler import is_reduced, mark_reduced
 from gaff.compat.modes import outside_modes
+from gaff.engine.gradients.tensor_hooks import original
 from gaff.engine.ops.attention import Weights
 from gaff.errors import ExactnessError, PlanError
 from gaff.keep import Reduce, is_pure
@@ -245,8 +246,10 @@ class Keeper:
         """One tensor of a value: reduced, then moved, then held, each where asked for.
 
         A part that still shares the memory of the whole is copied where it is at most half as large: kept as it is, it
-        would hold the whole. The autograd graph is kept only with ``graph``.
+        would hold the whole. The autograd graph is kept only with ``graph``, and is that of the tensor itself, no view
+        of it that somebody was given so that a part of its gradient is told: what a kept value brings is no such part.
         """
+        tensor = original(tensor) if self.wants_graph else tensor
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.wants_graph):
             if self.reduce is not None and not is_reduced(tensor):
                 exact = self._safe(tensor, run)
@@ -257,9 +260,7 @@ class Keeper:
                 is_part = memory.shares(part, exact)
                 tensor = part.clone() if is_part and (self._clone or part.numel() * 2 <= exact.numel()) else part
             moved = self._move(tensor, checks)
-            if moved is not tensor:
-                return moved
-            return self._hold(tensor, checks, run)
+            return moved if moved is not tensor else self._hold(tensor, checks, run)
 
     def _hold(self, tensor: Tensor, checks: list[Callable[[Site], None]], run: Any) -> Tensor:
         """A tensor as it is now: a copy where one was asked for or a check could not be trusted."""

@@ -36,6 +36,8 @@ class OuterGradient(GradientArm):
     on is told that of the tensor itself (``tensor_hooks.OUTER``).
     """
 
+    gives_view = True
+
     def __call__(self, output: Any, given: Arguments, crossing: Crossing) -> Any:
         site, run, call = self._site, crossing.run, crossing.call
         if not self._wants(call):

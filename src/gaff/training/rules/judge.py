@@ -132,10 +132,11 @@ class Judge:
         Made anew from all tracks each time. What a finding that is not over explains (``hides`` of its rule) is left
         out, in the same model or, where one of the two is of the run as a whole, in any; not what names the examples
         that it began with. A spike whose batch shows nothing is none of an agent's loss, which follows what it meets,
-        and jumps where its targets are those of newer weights.
+        and jumps where its targets are those of newer weights; nor of one that is divided by another number later.
         """
         told = [one for one in self._direct
-                if one.rule != "loss_spike" or "batch_indices" in one.evidence or not self.past.is_acting]  # fmt: skip
+                if one.rule != "loss_spike" or "batch_indices" in one.evidence
+                or not (self.past.is_acting or self.past.scales.changed)]  # fmt: skip
         direct = {one.rule for one in told}
         found = [*told, *(one for one in self._grouped() if one.rule not in direct)]
         hidden = {(name, one.model) for one in found if not one.is_over for name in self._hides(one.rule)}
@@ -246,11 +247,8 @@ class Judge:
                 past.entropy[key] = max(value, past.entropy.get(key, 0.0))
         for key, load in sample.loads.items():
             past.loads.setdefault(key, deque(maxlen=_LOADS)).append(load)
-        factor = sample.facts.get("factor", {"loss": "", "weight": 1.0})
         for name, told in sample.losses.items():
-            weight = factor.get("weight", 1.0) if factor["loss"] == name else 1.0
-            weight = weight if 0 < weight < 1 else 1.0
-            value = told * past.weights.setdefault(name, weight) / weight  # of one faded in what it would be without
+            value = past.scales.at_first(name, told, sample.facts.get("factor", {}))
             first = past.losses.setdefault(name, [])
             if len(first) < _FIRST:
                 first.append(value)

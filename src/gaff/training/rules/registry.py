@@ -18,6 +18,7 @@ training.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -83,6 +84,29 @@ class Activity:
 
 
 @dataclass(slots=True)
+class LossScales:
+    """By what losses are multiplied before their backward passes, as looks tell it: at the first look, by name.
+
+    ``weights``: numbers below one, by which losses may be faded in; ``factors``: what is left, as divisions;
+    ``changed``: losses that had another factor later, so that their values are of no one scale.
+    """
+
+    weights: dict[str, float] = field(default_factory=dict)
+    factors: dict[str, float] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+
+    def at_first(self, name: str, value: float, factor: dict[str, Any]) -> float:
+        """The value of a loss with the weight of its first look; ``factor``: the fact of this look."""
+        is_its = factor.get("loss") == name
+        weight = factor.get("weight", 1.0) if is_its else 1.0
+        by = factor.get("by", 1.0) / weight if is_its and weight else 1.0
+        if not math.isclose(by, self.factors.setdefault(name, by), rel_tol=1e-3):
+            self.changed.add(name)
+        weight = weight if 0 < weight < 1 else 1.0
+        return value * self.weights.setdefault(name, weight) / weight
+
+
+@dataclass(slots=True)
 class Past:
     """What earlier looks have seen, for rules that compare. Rules read it; only the judge writes."""
 
@@ -96,7 +120,7 @@ class Past:
     loads: dict[Key, deque[Load]] = field(default_factory=dict)  # of routers, at the latest sixteen
     losses: dict[str, list[float]] = field(default_factory=dict)  # at the first looks
     recent: dict[str, deque[float]] = field(default_factory=dict)  # at the latest ones, both with the first's weight
-    weights: dict[str, float] = field(default_factory=dict)  # of losses at the first look, where they are below one
+    scales: LossScales = field(default_factory=LossScales)
     targets: set[float] = field(default_factory=set)  # of batches whose targets were all alike; inf: of one that mixed
     trained: set[str] = field(default_factory=set)  # models of which a parameter had a gradient at its step
     moved: set[Key] = field(default_factory=set)  # parameters whose smallest or largest element has been another

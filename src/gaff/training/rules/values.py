@@ -363,13 +363,14 @@ def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
 
     A negative loss that keeps falling beyond a hundred times its first magnitude, and beyond -100, diverges as well.
     Not where it acts (``Sample.is_acting``) in a quarter of the looks: an agent's loss follows its returns; nor in many
-    short trainings, each with a new optimizer and weights that were written anew (Reptile): each task has its own.
+    short trainings, each with a new optimizer and weights that were written anew (Reptile): each task has its own; nor
+    of a loss that is divided by another number later on than at first.
     """
     if sample.facts.get("optimizers", 1) != 1 or past.is_acting or sample.facts.get("is_task"):
         return
     for name, first in past.losses.items():
         recent = past.recent.get(name)
-        if recent is None or len(first) < 5 or len(recent) < 10:
+        if recent is None or len(first) < 5 or len(recent) < 10 or name in past.scales.changed:
             continue
         start, now = statistics.median(first), statistics.median(recent)
         least = sorted(recent)[len(recent) // 4]

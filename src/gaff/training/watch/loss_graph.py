@@ -30,7 +30,6 @@ _AROUND_PICKED = {*_PICKED, "NegBackward", "MeanBackward", "SumBackward", "DivBa
 _TURNS = {"TBackward", "TransposeBackward", "PermuteBackward", "NumpyTBackward", "MovedimBackward"}  # dimensions
 _ENDS = ("NegBackward", "MeanBackward", "LogBackward", "ClampBackward", "ClampMinBackward", "ClampMaxBackward")
 _MEANS = ("MseLossBackward", "SmoothL1LossBackward", "HuberLossBackward")  # that reduce by themselves
-_PAIRWISE = ("MseLossBackward", "SmoothL1LossBackward", "HuberLossBackward", "L1LossBackward", "AbsBackward")
 _BY_HAND = (
     ("MeanBackward", "SumBackward"),
     ("PowBackward", "AbsBackward", "MulBackward"),
@@ -114,7 +113,7 @@ def teaches_targets(loss: Tensor) -> bool:
     """
     trained, held = set[Any](), set[Any]()
     for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES):
-        if node.name().rstrip("0123456789") in _PAIRWISE:
+        if node.name().rstrip("0123456789") in _MEANS:
             for one in (kept_by(node, "self"), kept_by(node, "target")):
                 if type(one) is Tensor and one.numel() > 1:
                     (trained if one.requires_grad else held).add((one.device, one.data_ptr()))
@@ -360,8 +359,8 @@ def _note_behind(one: str, others: list[str], name: str, found: dict[str, Any]) 
     behind = next((other for other in others if not _is_view(other)), "")
     if one.startswith(("NllLoss", "CtcLoss")) and behind != "LogSoftmaxBackward":
         found["nll"] = name
-    if behind in _BOUNDS and one in ("LogSoftmaxBackward", "BinaryCrossEntropyWithLogitsBackward", *_PAIRWISE):
-        found["bounded"] = {"loss": name, "by": _BOUNDS[behind], "is_pairwise": one in _PAIRWISE}
+    if behind in _BOUNDS and one in ("LogSoftmaxBackward", "BinaryCrossEntropyWithLogitsBackward", *_MEANS):
+        found["bounded"] = {"loss": name, "by": _BOUNDS[behind], "is_pairwise": one in _MEANS}
     inner = next((other for other in others if not _is_passed(other)), "")
     first, then = [*(other for other in others if not _is_view(other)), "", ""][:2]
     if (one, inner) in _TWICE:

@@ -28,6 +28,7 @@ _LEAST = 32
 _FEW, _FAR = 3, 100  # losses before an early spike, and how many times the largest of them it is
 _DEVIATIONS = 6.0
 _EARLY = 32  # backward passes in which attention by hand is looked for: how it is written stays
+_OF_VALUE = ("classes", "mean_of", "scores", "summed", "bounded")  # facts of what a loss is given, and what it may be
 _HIGH = 3.0  # deviations above which a loss has left what it was lately
 
 
@@ -163,16 +164,16 @@ class Losses:
     def _note_graph(self, tensor: Tensor, named: Tensor | None, name: str, scale: Any) -> None:
         """Note what the graph behind a loss tells; ``named`` is what a GradScaler has multiplied, None if it is gone.
 
-        By what a loss was multiplied is known where all of its passes in the step say the same.
+        What its value is, and by what it was multiplied, is known where all of its passes in the step say the same: a
+        loop over several losses has one line, and one name, for all of them.
         """
         found = facts_of_graph(tensor if named is None else named, name)
         self.steep += steep_ops(tensor)
         if named is None and "factor" in found:
             by = found["factor"]["by"] / scale if isinstance(scale, float) else 1.0
             found["factor"] = {"loss": name, "by": by, "weight": 1.0}
-        known = self.facts.get("factor", {"loss": ""})
-        if known["loss"] == name and name in self._now and known != found.get("factor"):
-            found["factor"] = {"loss": name, "by": 1.0, "weight": 1.0}
+        if name in self._now:
+            self._unlike(name, found)
         if self.count <= _EARLY:
             mixed = wrong_axis(tensor)
             found |= {"mixing": mixed} if mixed else {}
@@ -181,6 +182,19 @@ class Losses:
         if teaches_targets(tensor):
             found["own_targets"] = name
         self.facts.update(found)
+
+    def _unlike(self, name: str, found: dict[str, Any]) -> None:
+        """Take out of what is known, and of what was ``found`` in a further pass of a loss, what not all passes say."""
+        known = self.facts.get("factor", {"loss": ""})
+        if known["loss"] == name and known != found.get("factor"):
+            found["factor"] = {"loss": name, "by": 1.0, "weight": 1.0}
+        for kind in _OF_VALUE:
+            before = self.facts.get(kind)
+            is_known = before is not None and name == (before["loss"] if isinstance(before, dict) else before)
+            if is_known != (kind in found):
+                found.pop(kind, None)
+                if is_known:
+                    del self.facts[kind]
 
     def values(self) -> dict[str, Any]:
         """The mean of each loss, by name, over the backward passes of this step so far; tensors where on a device."""

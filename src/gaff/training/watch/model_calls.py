@@ -62,9 +62,7 @@ class ModelCalls:
         self._known: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
         self._inside: nn.Module | None = None  # the outermost module in progress
         self._hooked: nn.Module | None = None  # the same where only a hook has told of it
-        self._hooked_by = stack_room.RunningFunction(
-            0, None
-        )  # torch's function that called the hook, and then the module
+        self._hooked_by = stack_room.RunningFunction(0, None)  # torch's, which called the hook, and then the module
         self._expected: set[type] = set()
         self.passing = Passing()  # runs that are only counted
         self._inside_compiled = InsideCompiled(models, self._left)
@@ -130,12 +128,8 @@ class ModelCalls:
 
         What else happens ends it: a backward pass, a step, a look.
         """
-        if (
-            runs
-            and self._inside is not None
-            and not self._inside_compiled.is_needed()
-            and not self.has_compiled_function
-        ):
+        is_compiled = self._inside_compiled.is_needed() or self.has_compiled_function
+        if runs and self._inside is not None and not is_compiled:
             self.passing.begin(self._inside, runs, trains=trains)
             self._calls.pass_over(type(self._inside), self.passing)
 
