@@ -1,5 +1,6 @@
 """Runs that people make and that look odd from outside: what is healthy is not accused, and faults are named as they are."""
 
+import copy
 import math
 import random
 
@@ -544,3 +545,38 @@ def test_a_loss_that_is_divided_by_another_number_later_is_compared_with_nothing
     assert not record.findings
     assert "no values to compare" in str(record.verdict)
     assert "guessing" not in str(record.verdict)
+
+
+@pytest.mark.parametrize("is_cleared", [True, False])
+def test_gradients_that_only_autograd_grad_has_asked_for_are_not_called_cleared(tmp_path, is_cleared):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(12):
+            loss = model(torch.randn(16, 4)).square().mean()
+            if is_cleared:
+                loss.backward()
+                optimizer.zero_grad()
+            else:
+                torch.autograd.grad(loss, list(model.parameters()))
+            optimizer.step()
+    [told] = [one.message for one in gaff.load(tmp_path / "run").findings if one.rule == "cleared_before_step"]
+    assert ("by torch.autograd.grad or to leaves that the optimizer does not own" in told) != is_cleared
+
+
+def test_a_copy_that_is_asked_once_before_the_training_is_no_second_model(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    x = torch.randn(64, 4)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        F.cross_entropy(copy.deepcopy(model)(x), x[:, :2].argmax(1)).item()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(60):
+            loss = F.cross_entropy(model(x), x[:, :2].argmax(1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert [one for one in record.scalars if one.startswith("loss:")] == ["loss:loss"]
+    assert "models" not in str(record.verdict)

@@ -72,9 +72,11 @@ class LostPasses:
 
     def __init__(self, optimizers: Iterable[Any] = ()) -> None:
         self.facts: list[dict[str, Any]] = []
-        found = (next(_gradients(optimizer), None) for optimizer in optimizers)
+        known = list(optimizers)
+        found = (next(_gradients(optimizer), None) for optimizer in known)
         self._used = [(weakref.ref(one[1]), _copy_of(one[1])) for one in found if one is not None]  # by the step before
         self.has_passed = False  # a backward pass has begun since
+        self.has_brought = not known  # one has left a gradient at a parameter of them since, as far as is known
         self._before: dict[int, dict[int, _Mark]] = {}  # by optimizer and parameter, as a pass begins
         self._left: dict[int, _Left] = {}  # by optimizer: by the last pass that has changed a gradient of it
         self._lost: Counter[tuple[int, str, bool]] = Counter()  # by optimizer, loss, and whether it was meant alone
@@ -136,10 +138,11 @@ class LostPasses:
         reached = []
         for optimizer in optimizers if self._before else ():
             before = self._before.pop(id(optimizer), {})
-            changed = (pair for pair in _gradients(optimizer) if before.get(id(pair[0])) != _mark(pair[1]))
+            changed = [pair for pair in _gradients(optimizer) if before.get(id(pair[0])) != _mark(pair[1])]
+            self.has_brought |= bool(changed)
             found = [
                 _Pulled(weakref.ref(parameter), weakref.ref(gradient), copy)
-                for parameter, gradient in islice(changed if not self._is_aside else (), _TRIED)
+                for parameter, gradient in changed[: 0 if self._is_aside else _TRIED]
                 if (copy := _copy_of(gradient)) is not None
             ]
             if found:

@@ -189,7 +189,8 @@ class OptimizerSteps:
         new = list(map(step_facts.optimizer, self.optimizers.take_new()))
         return {"optimizers": len(counts), "skipped": self.skipped, "settings": new, "idle": self.idle.facts(),
                 "is_task": self.optimizers.are_of_tasks,
-                "lost": self.lost.facts, "schedules": self.schedules.facts(step, counts),
+                "lost": self.lost.facts, "has_brought": self.lost.has_brought,
+                "schedules": self.schedules.facts(step, counts),
                 "is_raised": any(group.get("maximize") for one in counts for group in one.param_groups),
                 "has_closure": any(one.has_closure for one in self.updates.values()),
                 **ownership.facts(self._models, self.updates.values(), counts, strays)}  # fmt: skip
