@@ -654,3 +654,35 @@ def test_inputs_that_were_not_standardised_are_told_beside_embeddings(tmp_path, 
             optimizer.step()
     told = [one.rule for one in gaff.load(tmp_path / "run").findings]
     assert ("input_scale" in told) is (scale > 1)
+
+
+class Factors(nn.Module):
+    """What users think of items: both are embeddings, as are the means of either."""
+
+    def __init__(self):
+        super().__init__()
+        self.user, self.item = nn.Embedding(40, 8), nn.Embedding(60, 8)
+        self.user_mean, self.item_mean = nn.Embedding(40, 1), nn.Embedding(60, 1)
+        for one in (self.user_mean, self.item_mean):
+            nn.init.zeros_(one.weight)
+
+    def forward(self, pairs):
+        users, items = pairs.unbind(1)
+        return (self.user(users) * self.item(items)).sum(1) + (self.user_mean(users) + self.item_mean(items))[:, 0]
+
+
+@pytest.mark.parametrize("fault", ["", "symmetric_units", "weight_decay_too_high"])
+def test_a_model_of_embeddings_alone_is_judged_by_these(tmp_path, fault):
+    torch.manual_seed(0)
+    model, truth = Factors(), Factors()
+    for one in model.parameters():
+        one.data *= 0 if fault == "symmetric_units" else 0.3
+    optimizer = torch.optim.Adam(model.parameters(), 3e-2, weight_decay=1.0 if fault == "weight_decay_too_high" else 0)
+
+    def step(number):
+        pairs = torch.stack([torch.randint(40, (256,)), torch.randint(60, (256,))], 1)
+        optimizer.zero_grad()
+        F.binary_cross_entropy_with_logits(model(pairs), (truth(pairs) > 0).float()).backward()
+
+    told = watched(model, optimizer, step, tmp_path, 120)
+    assert told.name == fault, told

@@ -312,3 +312,11 @@ def test_targets_that_are_all_alike_tell_nothing_of_guessing(tmp_path):
     told = str(gaff.load(tmp_path / "run").verdict)
     assert "healthy" in told
     assert "guessing" not in told
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_loss_with_a_few_targets_far_from_all_others_is_neither_too_fast_nor_stuck(seed):
+    drawn = random.Random(seed)
+    loss = [0.3 + sum(abs(drawn.gauss(0, 200)) / 64 for _ in range(64) if drawn.random() < 0.02) for _ in range(400)]
+    told = judge(RunCase((), 400, 60, {"loss": curve([1.2, *loss])}, guess={"loss": 4.3}))
+    assert told.state == "healthy", told

@@ -181,7 +181,7 @@ class RunCase:
         what guessing gives. Of a cross entropy it is enough that it is twice the first value, and above twice of what
         guessing gives, plus 1, which only a model that is sure reaches; not where the first is ten times guessing. Nor
         where single values are about as high to the end, of a loss that differs from batch to batch by a third of it,
-        and ends less than half as much higher than it began.
+        and ends less than half as much higher than it began, or than single steps differ.
         """
         if self.optimizers != 1 or len(self.losses) != 1 or self.loss is None or self.is_acting:
             return None
@@ -189,8 +189,8 @@ class RunCase:
         if self.is_rescaled(name):
             return None
         step, peak = curve.early_peak
-        is_noise = 0.5 * peak < curve.late_peak < 2 * peak and curve.spread > 0.3 * curve.first
-        if is_noise and curve.last <= 1.5 * curve.first:
+        is_noise = 0.5 * peak < curve.late_peak < 4 * peak and curve.spread > 0.3 * curve.first
+        if is_noise and curve.last <= max(1.5 * curve.first, curve.first + curve.spread):
             return None
         guess = self.guess.get(name, math.inf)
         is_known = 0 < guess < math.inf  # far below guessing nothing is lost yet

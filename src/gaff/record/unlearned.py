@@ -13,6 +13,7 @@ _BESIDE = ("padding_attended", "padding_in_loss")  # with which a loss falls all
 _HARMLESS = ("sparse_gradient", *_BESIDE)
 _VERY_FAR = 1e4  # one whose gradients are above any limit for them at any time
 _FAR = 100.0  # a target of a regression in units of its own; chosen: a fresh layer returns numbers of about one
+_RESTLESS = 0.7  # how far single steps of a loss lie from their stretch, of it, beyond which a stretch says little
 
 
 @cause
@@ -46,13 +47,14 @@ def does_not_fall(case: RunCase) -> Claim | None:
     """A loss that a hundred steps or more have not lowered by a fiftieth, at half of what guessing gives or above.
 
     Asked where nothing else was found. What guessing gives is known of mean cross entropies, over
-    classes or binary, and of mean squared and absolute errors.
+    classes or binary, and of mean squared and absolute errors. Not where single steps differ by nearly as much as the
+    loss itself, as with a few targets far from all others: the median of a stretch says too little then.
     """
     if not _may_be_unlearned(case) or case.is_acting or case.optimizers != 1:
         return None
     assert case.loss is not None
     name, curve = case.loss
-    if curve.last < 0.98 * curve.first or curve.last < 0.5 * case.guess[name]:
+    if curve.last < 0.98 * curve.first or curve.last < 0.5 * case.guess[name] or curve.spread > _RESTLESS * curve.first:
         return None
     told = f"the loss {name!r} is {curve.last:.4g} at the end and was {curve.first:.4g} at the beginning; guessing " \
            f"gives {case.guess[name]:.4g}"  # fmt: skip

@@ -214,8 +214,8 @@ def cleared_before_step(sample: Sample, past: Past) -> Iterator[Hit]:
     for model, held, lost in _without_gradients(sample):
         if all(not one.has_grad for _, one in held):
             told = "" if sample.facts.get("has_brought", True) else (
-                "gradients passed, by torch.autograd.grad or to leaves that the optimizer does not own, and no backward "
-                "pass has left any for its step: nothing is learned from them")  # fmt: skip
+                "gradients passed, by torch.autograd.grad or to leaves that the optimizer does not own, and no "
+                "backward pass has left any for its step: nothing is learned from them")  # fmt: skip
             yield Hit((model, ""), told, weights=lost)
 
 

@@ -232,12 +232,13 @@ def softmax_axis(sample: Sample, past: Past) -> Iterator[Hit]:
     cause="both expect log_softmax; cross_entropy contains it",
     remedy="use log_softmax before the loss, or cross_entropy instead of nll_loss",
     least=2,
-    share=0.5,
+    share=0.0,
 )
 def nll_of_scores(sample: Sample, past: Past) -> Iterator[Hit]:
-    """No log_softmax before nll_loss or ctc_loss in the autograd graph, and a negative loss. Certain."""
+    """No log_softmax before nll_loss or ctc_loss in the autograd graph, and a loss below -0.01, in two looks: that of
+    log-probabilities which were made by hand may be a little below zero. Certain."""
     found = sample.facts.get("nll")
-    if found and sample.losses.get(found, 0.0) < 0:
+    if found and sample.losses.get(found, 0.0) < -0.01:
         told = f"the loss {found!r} is negative: it is given values that are no log-probabilities"
         yield Hit(("", ""), told, loss=sample.losses[found])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from gaff.record.sample import Key, Sample
+from gaff.record.sample import Key, Parameter, Sample
 from gaff.training.rules.layers import clips_an_explosion
 from gaff.training.rules.registry import Hit, Past, rule
 from gaff.training.rules.steps import has_fallen, ratios_of_updates
@@ -82,6 +82,13 @@ def frozen_by_accident(sample: Sample, past: Past) -> Iterator[Hit]:
             yield Hit((model, ""), weight_tensors=len(told))
 
 
+def _weights(sample: Sample) -> list[tuple[Key, Parameter]]:
+    """The weights of a step; of models that have none but embeddings, as those that factor a matrix, these."""
+    layered = {key[0] for key, one in sample.parameters.items() if one.kind == "weight"}
+    return [(key, one) for key, one in sample.parameters.items()
+            if one.kind == ("weight" if key[0] in layered else "embedding")]  # fmt: skip
+
+
 @rule(
     "symmetric_units",
     severity="error",
@@ -95,14 +102,14 @@ def frozen_by_accident(sample: Sample, past: Past) -> Iterator[Hit]:
 )  # fmt: skip
 def symmetric_units(sample: Sample, past: Past) -> Iterator[Hit]:
     """In the first two steps most weights, two or more, have one number for all their elements; those that are frozen
-    count among the others, and tell units apart."""
+    count among the others, and tell units apart. Embeddings count in models without any other weight."""
     if sample.step > 1:  # of a model that runs inside of the step alone nothing is known in the first
         return
     alike: dict[str, list[Key]] = {}
     count: dict[str, int] = {}
-    for key, one in sample.parameters.items():
+    for key, one in _weights(sample):
         row = sample.rows.get(key)
-        if one.kind == "weight" and one.elements > 8 and (not one.requires_grad or (row is not None and row.count)):
+        if one.elements > 8 and (not one.requires_grad or (row is not None and row.count)):
             count[key[0]] = count.get(key[0], 0) + 1
             if one.requires_grad and row is not None and row.std <= 1e-6 * row.rms:
                 alike.setdefault(key[0], []).append(key)
@@ -123,8 +130,9 @@ def symmetric_units(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def weight_decay_too_high(sample: Sample, past: Past) -> Iterator[Hit]:
     """The median over the weights of the share that decay has in an update is above a half, and no loss has fallen by a
-    tenth. Weights without any gradient are left out, and a decay that is usual (up to 1e-3, of AdamW 0.1): where that
-    is most of what they get, the gradient is too small, and the fault lies elsewhere.
+    tenth. Weights without any gradient are left out (and embeddings beside other weights), and a decay that is usual
+    (up to 1e-3, of AdamW 0.1): where that is most of what they get, the gradient is too small, and the fault lies
+    elsewhere.
 
     AdamW (Loshchilov & Hutter, 2019) takes lr * decay * weight off: its share of the update; others add decay * weight
     to the gradient: its share of the two.
@@ -132,9 +140,9 @@ def weight_decay_too_high(sample: Sample, past: Past) -> Iterator[Hit]:
     if any(has_fallen(past, name) for name in past.losses):
         return
     shares: dict[str, list[float]] = {}
-    for key, one in sample.parameters.items():
+    for key, one in _weights(sample):
         weight, update, gradient = sample.rows.get(key), sample.of(key, "update"), sample.of(key, "grad")
-        if one.kind != "weight" or not one.decay or not one.lr or weight is None or update is None or gradient is None:
+        if not one.decay or not one.lr or weight is None or update is None or gradient is None:
             continue
         if not gradient.rms or one.decay <= (_USUAL_ADAMW if one.is_decoupled else _USUAL_DECAY):
             continue

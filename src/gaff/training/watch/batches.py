@@ -74,22 +74,23 @@ class StepBatches:
         """The names of the models that ran since this was last asked; where none did, what was told then.
 
         Of several that ran together those that had a part in the first loss behind them: one may have run by itself,
-        as a copy that is looked at before the training. That is so where no model was seen to run, too: if the parameter behind ``loss`` is of another one, it is that.
-        None where the models were given, and this is the loss of another one, as far as the nodes behind it tell.
+        as a copy that is looked at before the training. That is so where no model was seen to run, too: if the
+        parameter behind ``loss`` is of another one, it is that. None where the models were given, and this is the loss
+        of another one, as far as the nodes behind it tell.
         """
         if self._ran:
             ran = frozenset(self._ran)
             self._ran.clear()
             if ran not in self._together:
                 leaves, is_all = leaves_behind(loss) if len(ran) > 1 else ([], False)
-                owners = ran & set(map(models.owner_of, leaves)) if is_all else ran
+                owners = ran & frozenset(map(models.owner_of, leaves)) if is_all else ran
                 self._together[ran] = ", ".join(sorted(owners or ran))
             self._whose = self._together[ran]
             return self._whose
         leaves, is_all = leaves_behind(loss)
         if models.is_given:
-            owners = {models.owner_of(leaf) for leaf in leaves}
-            return self._whose if not owners or owners - {""} or not is_all else None
+            theirs = {models.owner_of(leaf) for leaf in leaves}
+            return self._whose if not theirs or theirs - {""} or not is_all else None
         owner = models.owner_of(next(iter(leaves), None))
         return owner if owner and owner not in self._whose.split(", ") else self._whose
 
