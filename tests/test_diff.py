@@ -619,12 +619,32 @@ def test_what_is_not_the_same_is_never_called_so(a, b):
     assert not gaff.diff(gaff.trace(Same(*a), x), gaff.trace(Same(*a), x))
 
 
-@pytest.mark.parametrize("b", [torch.arange(6.0).view(3, 2), -0.0 * torch.arange(6.0).view(2, 3)], ids=["shape", "-0"])
-def test_other_shapes_and_signs_of_zero_are_not_the_same_bits(b):
-    a = torch.arange(6.0).view(2, 3) if b.shape == (3, 2) else torch.zeros(2, 3)
+def test_other_shapes_and_signs_of_zero_are_not_the_same_bits():
+    a, b = torch.zeros(2, 3), -0.0 * torch.arange(6.0).view(2, 3)
     found = gaff.diff(gaff.trace(Same(a), torch.zeros(1)), gaff.trace(Same(b), torch.zeros(1)))
     assert {row.state for row in found.rows if row.phase == "forward"} == {"close"}
     assert "the first bits that differ are those of :output" in str(found)
+    found = gaff.diff(*(gaff.trace(Same(one), torch.zeros(1)) for one in (a, a.view(3, 2))))
+    assert (found.first.site, found.first.number) == (":output", "shape")
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_layers_that_torch_has_fused_are_others_at_their_addresses(is_short):
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(),
+                        nn.Flatten(), nn.Linear(8 * 16, 5))  # fmt: skip
+    one(3 * torch.randn(16, 3, 8, 8) + 1)
+    one.eval()
+    other = copy.deepcopy(one)
+    for at in (0, 3):
+        other[at], other[at + 1] = torch.nn.utils.fuse_conv_bn_eval(other[at], other[at + 1]), nn.Identity()
+    if is_short:
+        other = nn.Sequential(*(layer for layer in other if not isinstance(layer, nn.Identity)))
+    x = torch.randn(4, 3, 8, 8)
+    assert not gaff.diff(gaff.trace(one, x), gaff.trace(other, x))
+    with torch.no_grad():
+        other[0].weight.mul_(1.01)
+    assert gaff.diff(gaff.trace(one, x), gaff.trace(other, x)).first.site == "0"
 
 
 def test_another_input_is_told_before_what_it_causes():
@@ -729,7 +749,9 @@ def test_a_batch_of_another_size_is_another_one():
     assert {row.number for row in found.rows[:2]} == {"shape"}
     assert "different inputs: shape 4x2 against 8x2" in found.verdict
     turned = gaff.diff(gaff.trace(nn.Flatten(), x), gaff.trace(nn.Flatten(0), x))
-    assert not turned  # as many elements in another shape
+    assert (turned.first.number, turned.first.a, turned.first.b) == ("shape", "4x2", "8")  # what a caller gets
+    turned = gaff.diff(*(gaff.trace(nn.Sequential(nn.Flatten(at), nn.Flatten(0)), x) for at in (0, 1)))
+    assert not turned  # as many elements in another shape inside
 
 
 @pytest.mark.parametrize("change", ["double", "channels_last", "bfloat16"])

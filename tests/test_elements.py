@@ -268,3 +268,10 @@ def test_numbers_are_beyond_a_type_where_they_become_infinite(kind):
     most = torch.finfo(kind).max
     numbers = most * torch.linspace(1.0, 1.2, 400, dtype=torch.float64)
     assert torch.equal(elements.is_beyond(numbers, kind), numbers.to(kind).float().isinf())
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_words_of_what_is_negated_or_conjugated_when_read(shape):
+    z = torch.randn(shape, dtype=torch.complex64)
+    for lazy in (z.conj(), z.conj().imag, torch._neg_view(z.real)):
+        assert torch.equal(elements.words(lazy), elements.words(lazy.clone().resolve_conj().resolve_neg()))

@@ -89,9 +89,10 @@ def is_opaque(value: object) -> bool:
 def words(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
     """The elements of a tensor in the order of its indices as words of ``dtype``, such as its bytes; may be a view.
 
-    A single element may have any stride, as ``x[:, 0]`` of a batch of one has, and torch refuses to view that as bytes.
+    A single element may have any stride, as ``x[:, 0]`` of a batch of one has, and torch refuses to view that as bytes;
+    so it does what is to be negated or conjugated when it is read, as the imaginary part of a conjugate.
     """
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.as_strided(flat.shape, (1,)).view(dtype)
 
 

@@ -81,11 +81,12 @@ class FlopCount(TorchDispatchMode):
 
 
 _NESTED, _SPARSE = "operations of nested tensors", "operations of sparse tensors"
+_MKLDNN = "operations of MKL-DNN tensors"
 
 
 def _odd_among(values: Iterable[Any]) -> str:
     """What to say of tensors among ``values`` whose shape does not tell the work; empty where there is none."""
     for value in values:
         if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
-            return _NESTED if value.is_nested else _SPARSE
+            return _NESTED if value.is_nested else _MKLDNN if value.is_mkldnn else _SPARSE
     return ""
