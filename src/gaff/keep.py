@@ -59,7 +59,8 @@ class Part:
             )
         if isinstance(self.index, int):
             return tensor.narrow(self.dim, self.index % size, 1)
-        places = _places([number % size for number in chosen], tensor.device)
+        # of no numbers torch would make a tensor of floats
+        places = torch.tensor([number % size for number in chosen], dtype=torch.int64, device=tensor.device)
         return tensor.index_select(self.dim, beside(tensor, places))
 
 
@@ -67,11 +68,6 @@ def _need_dim(tensor: Tensor, dim: int) -> None:
     """Raises PlanError for a dimension that the tensor does not have."""
     if not -tensor.dim() <= dim < tensor.dim():
         raise PlanError(f"dimension {dim} asked of a tensor of shape {tuple(tensor.shape)}: it has {tensor.dim()}")
-
-
-def _places(numbers: list[int], device: torch.device) -> Tensor:
-    """Indices as a tensor; of none, torch would make a tensor of floats."""
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +93,8 @@ class Heads:
 class Reduce:
     """One of torch's reductions over ``dim`` (None: all): mean, sum, amax, amin, or norm (L2).
 
-    A quantised subclass (torchao, quanto) is reduced as the numbers that it stands for, and float8 in float32; every
-    other dtype as torch does it.
+    A quantised subclass (torchao, quanto) is reduced as the numbers that it stands for, and float8 in float32, as are
+    norms and sums of half precision, which may lie beyond its range; every other dtype as torch does it.
     """
 
     name: str
@@ -113,12 +109,13 @@ class Reduce:
         if any(not -tensor.dim() <= one < tensor.dim() for one in dim):
             raise PlanError(f"{self.name} over {dim} asked of a tensor of shape {tuple(tensor.shape)}")
         tensor = elements.dequantized(tensor)
-        if elements.is_small_float(tensor):
+        if elements.is_small_float(tensor) or (self.name in ("norm", "sum") and tensor.dtype in _HALF):
             tensor = tensor.float()
         result: Tensor = _REDUCTIONS[self.name](tensor, dim=dim)
         return result
 
 
+_HALF = torch.float16, torch.bfloat16
 _REDUCTIONS: dict[str, Any] = {
     "mean": torch.mean,
     "sum": torch.sum,
@@ -207,7 +204,7 @@ def mean(*dim: int) -> Reduce:
 
 
 def norm(*dim: int) -> Reduce:
-    """Keep the L2 norm over ``dim``; over everything when none is given."""
+    """Keep the L2 norm over ``dim``; over everything when none is given. Of half precision it is of float32."""
     return Reduce("norm", whole_numbers(dim, "dim") or None)
 
 

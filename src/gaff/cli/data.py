@@ -86,20 +86,35 @@ def _texts(lines: list[str], columns: dict[str, list[Any]], path: Path, loaded: 
     tokenizer.padding_side = "right"  # before a text it would move the positions that a model counts for itself
     most = tokenizer.model_max_length
     lengths = [len(ids) for ids in tokenizer(lines, verbose=False)["input_ids"]]
+    if empty := lengths.count(0):
+        print(f"gaff: {counted(empty, 'text')} of {len(lines)} without a token, left out: samples keep the numbers of "
+              "their lines", file=sys.stderr)  # fmt: skip
+    numbers = [number for number, length in enumerate(lengths) if length]
     if cut := sum(length > most for length in lengths):
         print(f"gaff: {counted(cut, 'text')} of {len(lines)} cut to {most} tokens, the most that this tokenizer gives",
               file=sys.stderr)  # fmt: skip
 
+    labels = {name: _numbers(name, values, path) for name, values in columns.items()}
+
     def together(numbers: list[int]) -> dict[str, Any]:
         texts = [lines[number] for number in numbers]
-        own = {
-            name: torch.tensor([values[number] for number in numbers], device="cpu") for name, values in columns.items()
-        }
+        own = {name: values[numbers] for name, values in labels.items()}
         return {**tokenizer(texts, padding=True, truncation=True, return_tensors="pt"), **own}
 
     samples = OnDemand(range(len(lines)), int, _fingerprint("\n".join(lines)))
-    batches = by_length([min(length, most) for length in lengths], batch)
+    batches = [[numbers[at] for at in some] for some in by_length([min(lengths[one], most) for one in numbers], batch)]
     return DataLoader(samples, batch_sampler=batches, collate_fn=together)
+
+
+def _numbers(name: str, values: list[Any], path: Path) -> torch.Tensor:
+    """A column as a tensor. Raises PlanError for one of text, or with a value that is missing."""
+    try:
+        return torch.tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        odd = next((one for one in values if not isinstance(one, (int, float, list))), values[0])
+        raise PlanError(
+            f"{str(path)!r}: column {name!r} holds {odd!r:.60}: expected numbers in every row, to be kept beside them"
+        ) from None
 
 
 def _images(path: Path, loaded: Loaded, batch: int) -> DataLoader[Any]:

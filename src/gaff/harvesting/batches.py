@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from gaff.address.nested import iter_tensors
@@ -60,7 +61,8 @@ class BatchSource(Protocol):
         ``differs`` is told where the data does not give what it gave for ``shards``; None where that is not compared.
         """
 
-    ask: Callable[[Numbered], None] | None  # about the first batch of the first shard that is there, where it compares
+    # about batches of the first shard that is there and has rows, where it compares; whether this one has some
+    ask: Callable[[Numbered], bool] | None
 
     def spare(self) -> Numbered:
         """Any batch, for a process that has none of its own and runs the model for others."""
@@ -99,7 +101,7 @@ class LoaderSource:
                 "each, of which every process does its own shards"
             )
         self._loader, self._prepare = loader, prepare
-        self.ask: Callable[[Numbered], None] | None = None
+        self.ask: Callable[[Numbered], bool] | None = None
         self._order: list[list[int]] = []
 
     def described(self) -> dict[str, Any]:
@@ -150,15 +152,19 @@ class LoaderSource:
         yield from self.only(wanted)
 
     def compare(self, shards: Mapping[int, Shard], size: int, differs: Differs) -> None:
-        """Load the first batch of the first shard that is there, and tell where it is another."""
-        known = min(shards, default=None)
-        if known is None:
+        """Load the first batch of the first shard that is there, and tell where it is another.
+
+        Of one that gives no rows nothing can be asked: then further ones are, until some come.
+        """
+        if not shards:
             return
-        first = next(self.only([known * size]))
+        known = first_with_rows(shards)
+        batches = self.only(range(*shards[known].batches))
+        first = next(batches)
         if checksum_of(first.tensors()) != shards[known].first:
             differs(f"batch {known * size} of the data is not what it was when shard {known} was written")
-        elif self.ask is not None:
-            self.ask(first)
+        elif self.ask is not None and not self.ask(first):
+            any(map(self.ask, batches))
 
     def spare(self) -> Numbered:
         """The first batch."""
@@ -195,7 +201,7 @@ class IterableSource:
 
     def __init__(self, data: Iterable[Any], prepare: Prepare) -> None:
         self._data, self._prepare = data, prepare
-        self.ask: Callable[[Numbered], None] | None = None
+        self.ask: Callable[[Numbered], bool] | None = None
         self._last: Numbered
         self.count = 0
 
@@ -224,6 +230,7 @@ class IterableSource:
     ) -> Iterator[Numbered]:
         """Go through everything; of shards that are there, compare what comes with what was written."""
         sample, checksum = 0, 0
+        asked = first_with_rows(shards) if shards else -1
         for number, batch in enumerate(self._data):
             args, kwargs = self._prepare(batch)
             rows = batch_size((args, kwargs))
@@ -234,9 +241,9 @@ class IterableSource:
             )
             if shard in shards:
                 checksum = checksum_of(given.tensors(), checksum if number % size else 0)
-                is_first = number == min(shards) * size and checksum == shards[shard].first
-                if differs is not None and self.ask is not None and is_first:
-                    self.ask(given)
+                is_same = number % size > 0 or checksum == shards[shard].first
+                if differs is not None and self.ask is not None and shard == asked and is_same and self.ask(given):
+                    asked = -1
                 is_last = number + 1 == shards[shard].batches[1]
                 if differs is not None and is_last and checksum != shards[shard].inputs:
                     differs(
@@ -248,12 +255,29 @@ class IterableSource:
             sample += rows
 
 
+def first_with_rows(shards: Mapping[int, Shard]) -> int:
+    """The first shard that holds rows; the first of all where none does."""
+    return min((number for number, shard in shards.items() if shard.rows), default=min(shards))
+
+
 def batch_size(given: Any) -> int:
-    """The size of the first dimension of the first tensor. Raises PlanError where there is none."""
+    """The size of the first dimension of the first tensor. Raises PlanError where there is none, and for packed
+    sequences, whose first dimension are steps of all of them."""
+    if any(isinstance(one, PackedSequence) for one in _inside(given)):
+        raise PlanError("a batch holds a PackedSequence, whose rows are steps of several samples: expected sequences "
+                        "that are padded, and a mask; the model may pack them itself")  # fmt: skip
     first = next((one for _, one in iter_tensors(given) if one.dim()), None)
     if first is None:
         raise PlanError("a batch holds no tensor with a dimension: expected one whose first dimension are the samples")
     return int(first.shape[0])
+
+
+def _inside(value: Any, depth: int = 4) -> Iterator[Any]:
+    """A value, and what lies in it if it is a list, tuple or mapping."""
+    yield value
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    for one in inside if depth and not isinstance(value, PackedSequence) else ():
+        yield from _inside(one, depth - 1)
 
 
 def _fingerprint(dataset: Any) -> str | None:

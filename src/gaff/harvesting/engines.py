@@ -10,7 +10,7 @@ from torch import nn
 
 from gaff.compat import distributed, libraries
 from gaff.errors import PlanError
-from gaff.harvesting.batches import BatchSource, Numbered
+from gaff.harvesting.batches import BatchSource, Numbered, first_with_rows
 from gaff.harvesting.making import Job, ShardMaker
 from gaff.harvesting.progress import Progress
 from gaff.harvesting.shard import Shard
@@ -50,7 +50,7 @@ class Ranks:
         maker, size = ShardMaker(job), job.options.shard
         place = _Place(job.model)
         if not place.is_spread and not job.options.training and there:
-            source.ask = lambda given: maker.compare(given, there[min(there)])
+            source.ask = lambda given: maker.compare(given, there[first_with_rows(there)])
         mine = source.after(there, size, place.has, None if job.changes else job.differs)
         batches = _together(maker, source, mine, libraries.device_of(job.model).type) if place.is_spread else mine
 

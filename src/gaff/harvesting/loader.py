@@ -37,7 +37,8 @@ class RowLoader(IterableDataset[Any]):
     Batches are dealt out in turn to the ranks of a ``torchrun`` and to the workers of a ``DataLoader`` (with
     ``batch_size=None``): each gets its own, none comes twice. ``state_dict`` says how many batches this process has
     handed out of the pass that was begun last, and ``load_state_dict`` has the next pass go on there, without reading
-    what came before; workers of a DataLoader count for themselves, and cannot go on in the middle.
+    what came before; workers of a DataLoader count for themselves, and cannot go on in the middle. A state is of one
+    number of rows, batch size, seed and number of processes: elsewhere it would be another place.
     """
 
     def __init__(self, columns: Mapping[str, Gathered], *, batch: int, shuffle: int | None) -> None:
@@ -55,12 +56,25 @@ class RowLoader(IterableDataset[Any]):
         """Begin the pass of this number, from its first batch."""
         self._epoch, self._done, self._begin = epoch, 0, 0
 
-    def state_dict(self) -> dict[str, int]:
-        """Where this loader is: the epoch, and how many batches it has handed out in it."""
-        return {"epoch": self._epoch, "batches": self._done}
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader is: the epoch, how many batches it has handed out in it, and of what they are."""
+        return {"epoch": self._epoch, "batches": self._done, **self._described()}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where ``state_dict`` was asked; the next iteration begins there."""
+    def _described(self) -> dict[str, Any]:
+        """What a place in the order is told by; the same in all processes."""
+        return {"rows": self._rows, "batch": self._batch, "shuffle": self._seed, "ranks": _rank()[1]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was asked; the next iteration begins there.
+
+        Raises PlanError for the state of a loader with other rows, another batch size, seed or number of processes.
+        """
+        for name, here in self._described().items():
+            if state.get(name, here) != here:
+                raise PlanError(
+                    f"the state is of a loader with {name}={state[name]!r}, and this one has {here!r}: rows would come "
+                    "twice or never; expected the same, or a new pass from its beginning"
+                )
         self._epoch = int(state["epoch"])
         self._done = self._begin = int(state["batches"])
 

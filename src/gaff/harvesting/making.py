@@ -25,6 +25,7 @@ from gaff.sessions.plan import Plan
 Told = Callable[[int, int], None]  # the number of a batch, and how many rows it gave
 
 
+_ROWS = 4  # of a batch, of which most may not be off at the same place
 _FAINT = 127 * 2.0**-142  # the largest number of a row below which its scale is itself off by 0.4 % in float32
 
 
@@ -76,21 +77,28 @@ class ShardMaker:
                 tell(given.number, shard.take(given, self.read(self.moved(given))))
             shard.commit(tuple(job.changes), manifest.identity(job.out))
 
-    def compare(self, given: Numbered, shard: Shard) -> None:
-        """Make the rows of a batch that is there already once more, and tell the job where they are others.
+    def compare(self, given: Numbered, shard: Shard) -> bool:
+        """Make the rows of the first batch of a shard that has any once more, and tell the job where they are others.
+
+        Returns whether there were rows.
 
         What a function closes over, a hook or an edit does, and settings of modules are not told by any name: only what
         they make of a batch shows that they are the same.
         """
         again = _Again(self._job, shard)
-        _OpenShard(again, given.number, self._job.options).take(given, self.read(self.moved(given)))
+        return _OpenShard(again, given.number, self._job.options).take(given, self.read(self.moved(given))) > 0
 
     def moved(self, given: Numbered) -> Numbered:
         """The batch's arguments on the device of the model, in memory of their own: it may write into what it is given,
-        and rows and labels are told by the batch as it came."""
-        args, kwargs = map_tensors(
-            (given.args, given.kwargs), lambda tensor: tensor.to(self._device, non_blocking=True, copy=True)
-        )
+        and rows and labels are told by the batch as it came. A tensor that is given twice stays one."""
+        known: dict[int, Tensor] = {}
+
+        def move(tensor: Tensor) -> Tensor:
+            if id(tensor) not in known:
+                known[id(tensor)] = tensor.to(self._device, non_blocking=True, copy=True)
+            return known[id(tensor)]
+
+        args, kwargs = map_tensors((given.args, given.kwargs), move)
         return given._replace(args=args, kwargs=kwargs)
 
 
@@ -122,8 +130,8 @@ def _is_alike(one: Tensor, other: Tensor, step: int = 0) -> bool:
     """Whether rows are the same but for what another processor makes of them.
 
     A number may be off by 1e-4, in half precision by 2e-2, of its size plus the median size in its row (so that one
-    that is far larger than the others hides nothing); one in a thousand by twenty times as much. All chosen. Whole
-    numbers may be off by ``step``: 1 where they were rounded to int8.
+    that is far larger than the others hides nothing); one in a thousand by twenty times as much, if it is not the same
+    in most of four rows or more. All chosen. Whole numbers may be off by ``step``: 1 where they were rounded to int8.
     """
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
@@ -137,7 +145,9 @@ def _is_alike(one: Tensor, other: Tensor, step: int = 0) -> bool:
     sizes = torch.where(is_finite, a.abs(), 0).reshape(len(a), -1)
     away = torch.where(is_finite, (a - b).abs(), 0).reshape(len(a), -1)
     limit = share * (sizes + sizes.median(1, keepdim=True).values)
-    return bool((away > limit).double().mean() <= 1e-3) and not bool((away > 20 * limit).any())
+    odd = (away > limit).double()
+    is_scattered = len(odd) < _ROWS or bool(odd.mean(0).max() <= 0.5)
+    return is_scattered and bool(odd.mean() <= 1e-3) and not bool((away > 20 * limit).any())
 
 
 class _OpenShard:
@@ -221,7 +231,7 @@ def _largest(address: str, value: Any, count: int, dims: int) -> tuple[Tensor, T
     # of the most negative whole number torch's ``abs`` is that number again
     sizes = value.abs() if value.is_floating_point() or value.is_complex() else value.double().abs()
     place = sizes.topk(count, dim=-1).indices
-    return value.gather(-1, place), place.to(torch.int32)
+    return elements.signed(value).gather(-1, place).view(value.dtype), place.to(torch.int32)
 
 
 def _nonfinite(rows: Tensor, small: torch.dtype | None) -> Tensor | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,7 @@ def harvest(
                 "address of a value or of its gradient"
             )
     source = source_of(data, partial(_arguments, model, options))
-    with nullcontext() if options.training else evaluating(model):
+    with _as_drawn(data), nullcontext() if options.training else evaluating(model):
         reader_of(model, plan, options.loss, norms)  # what it refuses is refused before anything is written
         changes = _begin(model, plan, source, place, options)
         sweep(place.drafts())
@@ -83,6 +83,21 @@ def harvest(
         beyond = "" if options.small is None else f", or a number beyond {torch.finfo(options.small).max:g}"
         warnings.warn(f"{site}: {count} of {store.rows} rows hold a NaN or an infinity{beyond}", stacklevel=3)
     return store
+
+
+@contextmanager
+def _as_drawn(data: Any) -> Iterator[None]:
+    """Leave torch's random numbers, and a loader's own, as they were, so that what comes next is the same whether the
+    harvest was there already or not."""
+    own: Any = getattr(data, "generator", None)
+    state = own.get_state() if isinstance(own, torch.Generator) else None
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            if state is not None:
+                own.set_state(state)
 
 
 def _begin(

@@ -200,13 +200,21 @@ class StoredTensor:
             try:
                 with self._path.open("rb") as file:
                     is_right = file.read(self._begin) == (self._begin - 8).to_bytes(8, "little") + header
+                is_right = is_right and self._length() == size
                 everything = torch.from_file(str(self._path), shared=False, size=size, dtype=torch.uint8)
-            except (OSError, RuntimeError):
-                is_right = False
-            if not is_right or self._length() != size:
+            except (OSError, RuntimeError) as error:
+                told = str(error).splitlines()[0]
+                raise RecordError(f"{self._path}: cannot be read just now, whatever it holds: {told}") from error
+            if not is_right:
                 raise RecordError(f"{self._path}: its header is not what was written: the file is another, or damaged")
             self._rows = everything[self._begin :].view(self._dtype).view(self._written.rows, *self._written.shape)
+        elif self._length() != self._begin + self._written.nbytes:  # reading on would end the process
+            raise RecordError(f"{self._path}: has been cut short, or written to, since it was opened")
         return self._rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the mapping of the file, which another process makes for itself."""
+        return {**self.__dict__, "_rows": None}
 
     def _check(self, first: int, last: int) -> None:
         """Compare the checksums of the blocks in which rows ``first`` to ``last - 1`` lie."""

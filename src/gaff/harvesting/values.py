@@ -132,6 +132,8 @@ def _with_backward(model: nn.Module, parameters: set[Tensor], loss: Loss, given:
             total = loss(model(*given.args, **given.kwargs), given.batch)
             if not isinstance(total, Tensor) or total.numel() != 1:
                 raise PlanError("loss= returned no scalar: expected a function (output, batch) -> loss")
+            if torch.is_inference_mode_enabled():
+                raise PlanError("a loss has no gradient in torch.inference_mode(): expected the harvest outside of it")
             if not total.requires_grad:
                 raise PlanError(
                     "the loss has no gradient: expected one of what the model returns, and a parameter or an input "
