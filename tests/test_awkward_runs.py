@@ -580,3 +580,24 @@ def test_a_copy_that_is_asked_once_before_the_training_is_no_second_model(tmp_pa
     record = gaff.load(tmp_path / "run")
     assert [one for one in record.scalars if one.startswith("loss:")] == ["loss:loss"]
     assert "models" not in str(record.verdict)
+
+
+def test_an_optimizer_of_the_next_part_takes_the_place_of_the_one_that_was_given(tmp_path):
+    torch.manual_seed(0)
+    model, other = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3)), nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    aside = torch.optim.SGD(other.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for step in range(60):
+            if step == 30:
+                optimizer = torch.optim.SGD(model.parameters(), 3.0, momentum=0.95)
+            x = torch.randn(64, 8)
+            for one, its in ((other, aside), (model, optimizer)):
+                its.zero_grad()
+                F.cross_entropy(one(x), x[:, :3].argmax(1)).backward()
+                its.step()
+    record = gaff.load(tmp_path / "run")
+    assert record.steps == 60
+    assert len(record.scalar("loss").values) == 60
+    assert record.verdict.name == "learning_rate_too_high"
+    assert "a learning rate of 3 is too high" in str(record.verdict)

@@ -273,7 +273,7 @@ def steps_too_large(case: RunCase) -> Claim | None:
     if large is not None:
         told.append(evidence_of(large))
     rate, warmed = _rate(case)
-    rate = case.lr.at(began) if warmed and case.lr is not None else rate
+    rate = case.lr.highest_from(began) if warmed and case.lr is not None else rate
     early = rise is not None and rise[1] < _EARLY and not warmed and rate is not None
     told += [f"the learning rate was {rate:.3g} from the first step on"] if early else []
     text = "the steps are too large" if rate is None else f"a learning rate of {rate:.3g} is too high"

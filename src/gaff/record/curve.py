@@ -75,6 +75,11 @@ class Curve:
         """The median of the stretch that a step lies in; the first one's before it."""
         return self.values[max(0, bisect_right(self.steps, step) - 1)]
 
+    def highest_from(self, step: int) -> float:
+        """The larger of the medians of the stretch that a step lies in and of the next one."""
+        at = max(0, bisect_right(self.steps, step) - 1)
+        return max(self.values[at : at + 2])
+
     @property
     def last(self) -> float:
         """The median of the last stretch. There must be one."""

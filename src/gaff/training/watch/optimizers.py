@@ -30,9 +30,10 @@ class _Made:
 class Optimizers:
     """Which optimizers count, and which one's steps are the steps of the run.
 
-    ``given``: only these count; none: those that own parameters of ``models``, or all where ``is_any``. A step of the
-    run ends with a step of the leader. That is the first optimizer that makes one; another takes its place when it
-    makes a second step before the leader has made one: the leader is gone, or steps less often.
+    ``given``: only these count, and those that take over from them; none: those that own parameters of ``models``, or
+    all where ``is_any``. A step of the run ends with a step of the leader. That is the first optimizer that makes one;
+    another takes its place when it makes a second step before the leader has made one: the leader is gone, or steps
+    less often.
 
     All but those given are held weakly, and parameters not at all, which torch may have to swap. ``counts``: how many
     steps each that has made one has made; ``others``: how many steps were made that do not count.
@@ -57,7 +58,7 @@ class Optimizers:
     def has(self, optimizer: Any) -> bool:
         """Whether the steps of ``optimizer`` count; asked anew of its parameters when their number has changed."""
         if self._given:
-            return any(one is optimizer for one in self._given)
+            return any(one is optimizer for one in self._given) or self._takes_over(optimizer)
         if self._is_any:
             return True
         size = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -66,6 +67,21 @@ class Optimizers:
             owns = any(self._models.name_of(parameter) for _, parameter in parameters_of(optimizer))
             known = self._owners[optimizer] = size, owns
         return known[1]
+
+    def _takes_over(self, optimizer: Any) -> bool:
+        """Whether an optimizer owns all parameters of one that was given, whose place it takes then: it was made for
+        the next part of the training, or makes the steps of a wrapper that was given."""
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._owners.get(optimizer) == (size, False):
+            return False
+        mine = {id(parameter) for _, parameter in parameters_of(optimizer)}
+        for at, one in enumerate(self._given):
+            theirs = {id(parameter) for _, parameter in parameters_of(one)}
+            if theirs and theirs <= mine:
+                self._given[at] = optimizer
+                return True
+        self._owners[optimizer] = size, False
+        return False
 
     def leaves_out(self, optimizer: Any) -> bool:
         """Whether a step that ``optimizer`` is about to make does not count; such steps are counted apart."""
