@@ -167,7 +167,7 @@ def test_sites_as_tree_data_and_with_shapes(capsys):
         (("trace", "no_such.part:model"), "gaff: no module 'no_such': expected one of this folder or one that is inst"),
         (("trace", "examples/digits:model"), "gaff: 'examples/digits' is no name of a module: expected package.module"),
         (("trace", "torch.nn:Identiy"), "torch.nn has no 'Identiy': expected one of Identity"),
-        (("nan", DIGITS, IMAGE, "--json"), "'--json' comes too late: expected options before the model: gaff nan --js"),
+        (("nan", DIGITS, IMAGE, "--json"), "'--json' comes too late: expected options, with what is given"),
         (("trace", DIGITS, "randn:1xa"), "gaff: input 'randn:1xa' has no shape: expected randn:1x3x224x224"),
         (("trace", DIGITS, "some words"), "gaff: input 'some words' is not understood"),
         (("trace", DIGITS, "no.npy"), "gaff: input 'no.npy' is no file"),
@@ -177,7 +177,7 @@ def test_sites_as_tree_data_and_with_shapes(capsys):
             "gaff: no module 'head.hiden' in DigitNet .*nearest: head.hidden",
         ),
         (("take", DIGITS, "head", "--out", "x.pt"), "gaff: --out 'x.pt' has another ending"),
-        (("trace", "examples/digits.py:modle"), "has no 'modle': expected one of model"),
+        (("trace", "examples/digits.py:modle"), "has no 'modle': expected one of model, Head, DigitNet, digits, image"),
         (
             ("trace", DIGITS),
             "could not be called: .*missing 1 required positional argument.*give an input, such as randn:",

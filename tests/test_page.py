@@ -697,3 +697,24 @@ def test_a_bad_sample_is_named_and_shown_wherever_it_is(tmp_path):
     (given,) = kept["inputs"]
     assert (given["bad"], given["checked"]) == ([20], 32)
     assert given["shown"] == [0, 1, 2, 3, 4, 5, 6, 20]
+
+
+def test_numbers_that_are_not_finite_are_told_and_what_there_is_none_of_is_missing(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for step in range(8):
+            optimizer.zero_grad()
+            (model(torch.randn(16, 4)).square().mean() * (math.nan if step == 5 else 1.0)).backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    [cube] = [one for one in read_cubes(record.part(), columns=512, marks=4)
+              if (one.group, one.phase) == ("parameters", "train")]  # fmt: skip
+    row = [site for _, site in cube.keys].index("0.weight:param")
+    ratios = cube.highest["update_ratio"][row]
+    assert np.isfinite(ratios[:5]).all()
+    assert np.isinf(ratios[5:]).all()  # also of the step whose weights were finite yet
+    assert np.isnan(cube.highest["adam_rms"][row]).all()
+    assert np.isnan(cube.latest["momentum"][row]).all()
+    assert document([record]).head["runs"][0]["about"]["ends"] == {"loss:loss": "nan"}

@@ -361,8 +361,9 @@ export function ticks(low: number, high: number, most: number): number[] {
 export function spansOf(first: number[], last: number[], range?: [number, number] | null): NonNullable<Look["spans"]> {
   const far = (at: number) => (at < 1 || at >= first.length ? 0 : first[at]! - last[at - 1]!);
   const reach = first.map((_, at) => {
-    const [here, around] = [far(at + 1), Math.max(far(at), far(at + 2))];
-    return at === first.length - 1 ? last[at]! + Math.max(1, far(at)) : last[at]! + Math.max(1, around > 0 && here > 3 * around ? around : here);
+    const isLast = at === first.length - 1; // after it nothing is known: it reaches as far as the one before
+    const [here, around] = isLast ? [far(at), far(at - 1)] : [far(at + 1), Math.max(far(at), far(at + 2))];
+    return last[at]! + Math.max(1, around > 0 && here > 3 * around ? around : here);
   });
   const domain: [number, number] = range ?? [first[0] ?? 0, reach[reach.length - 1] ?? 1];
   return { domain, at: (column) => [first[column]!, reach[column]!] };

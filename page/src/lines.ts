@@ -41,22 +41,29 @@ export interface Chart {
 }
 
 /**
- * What can be drawn: gaps (null) at what is not finite, or not above zero on a logarithmic axis, and where nothing was
- * looked at for longer than around it; over single missing values the line goes on.
+ * What can be drawn: gaps (null) at what is not finite, or not above zero on a logarithmic axis; over missing values the
+ * line goes on, but for pauses.
  */
-export function drawable(values: ArrayLike<number | null>, isLog: boolean, x?: ArrayLike<number>): (number | null | undefined)[] {
-  const found = Array.from(values, (value) => {
+export function drawable(values: ArrayLike<number | null>, isLog: boolean): (number | null | undefined)[] {
+  return Array.from(values, (value) => {
     if (value === null || value === undefined || Number.isNaN(value)) return undefined;
     return !Number.isFinite(value) || (isLog && value <= 0) ? null : value;
   });
-  if (!x) return found;
-  const there = found.flatMap((value, at) => (value === undefined ? [] : [at]));
+}
+
+/** Where nothing was looked at for more than three times as long as around it: the places before and after. */
+export function pauses(values: ArrayLike<number | null | undefined>, x: ArrayLike<number>): [number, number][] {
+  const there = Array.from(values, (_, at) => at).filter((at) => values[at] !== undefined);
   const far = (at: number) => (at < 1 || at >= there.length ? 0 : x[there[at]!]! - x[there[at - 1]!]!);
-  for (let at = 1; at < there.length; at++) {
-    const around = Math.max(far(at - 1), far(at + 1));
-    if (around > 0 && far(at) > 3 * around && there[at]! - there[at - 1]! > 1) found[there[at - 1]! + 1] = null;
-  }
-  return found;
+  const isPause = (at: number) => Math.max(far(at - 1), far(at + 1)) > 0 && far(at) > 3 * Math.max(far(at - 1), far(at + 1));
+  return there.flatMap((place, at): [number, number][] => (at > 0 && isPause(at) ? [[there[at - 1]!, place]] : []));
+}
+
+/** The gaps of a curve in pixels, as uPlot asks for them: at null, and in pauses. */
+function withPauses(plot: uPlot, series: number, _first: number, _last: number, known: uPlot.Series.Gaps): uPlot.Series.Gaps {
+  const x = plot.data[0];
+  const drawn = pauses(plot.data[series]!, x).map(([before, after]): [number, number] => [Math.round(plot.valToPos(x[before]!, "x", true)), Math.round(plot.valToPos(x[after]!, "x", true))]);
+  return [...known, ...drawn].sort((one, other) => one[0] - other[0]);
 }
 
 /** An exponential mean of what is finite, without the pull of its beginning (as Adam corrects its moments). */
@@ -141,7 +148,7 @@ class LineChart implements Kept<Chart> {
 
   private data(): uPlot.AlignedData {
     const { curves, isLog, x } = this.given;
-    const rows = curves.flatMap((curve) => [drawable(curve.values, isLog, curve.isSparse ? undefined : x), ...(curve.low ? [drawable(curve.low, isLog, x)] : [])]);
+    const rows = curves.flatMap((curve) => [drawable(curve.values, isLog), ...(curve.low ? [drawable(curve.low, isLog)] : [])]);
     return [Array.from(x), ...rows] as uPlot.AlignedData;
   }
 
@@ -182,10 +189,10 @@ class LineChart implements Kept<Chart> {
       const known = Array.from(curve.values).filter((value) => value !== null && value !== undefined && !Number.isNaN(value)).length;
       series.push({
         stroke: curve.isFaint ? `${color}55` : color, width: curve.isFaint ? 1 : 1.5, points: { show: curve.isSparse || known < 150, size: curve.isSparse ? 6 : 4 },
-        ...(curve.isDashed ? { dash: [5, 4] } : {}), ...(curve.isSparse ? { paths: () => null } : {}),
+        ...(curve.isDashed ? { dash: [5, 4] } : {}), ...(curve.isSparse ? { paths: () => null } : { gaps: withPauses }),
       });
       if (!curve.low) return;
-      series.push({ stroke: color, width: 0.5, points: { show: false } });
+      series.push({ stroke: color, width: 0.5, points: { show: false }, gaps: withPauses });
       bands.push({ series: [series.length - 2, series.length - 1], fill: `${color}33` });
     });
     const plot = new uPlot(

@@ -67,6 +67,7 @@ export interface About {
   steady: number | null;
   settings: [string, string][];
   evaluated: [string, number, number][]; // name, step, loss
+  ends: Record<string, string>; // by the name of a loss its last value, which may be no number
   saved: [number, string][]; // steps that were made before, and the file
 }
 

@@ -3,7 +3,7 @@ import { test } from "node:test";
 import { inkOn, ramp, signed } from "../src/color";
 import { evidence, matches, number, pathOf, percent, portOf, python } from "../src/format";
 import { rangeOf, shade, spansOf, ticks } from "../src/heat";
-import { drawable, smoothed } from "../src/lines";
+import { drawable, pauses, smoothed } from "../src/lines";
 import { read, write } from "../src/state";
 import type { Source } from "../src/source";
 import type { Group, Run, Trace } from "../src/types";
@@ -128,10 +128,9 @@ test("several curves are laid over all of their steps", () => {
 test("a curve has a gap where nothing was looked at for longer than around it", () => {
   const x = Array.from({ length: 60 }, (_, at) => at);
   const values = x.map((at) => (at % 5 === 0 && (at < 20 || at >= 45) ? at : NaN));
-  const found = drawable(values, false, x);
-  assert.equal(found[16], null); // after the look at 15 the next is at 45
-  assert.deepEqual([found[1], found[46]], [undefined, undefined]);
-  assert.ok(drawable(x.map((at) => (at < 10 || at % 10 === 0 ? at : NaN)), false, x).every((value) => value !== null)); // looks become rarer
+  assert.deepEqual(pauses(drawable(values, false), x), [[15, 45]]);
+  assert.deepEqual(pauses(drawable(x.map((at) => (at < 10 || at % 10 === 0 ? at : NaN)), false), x), []); // looks become rarer
+  assert.deepEqual(pauses([1, 2, 3, 4], [0, 10, 500, 510]), [[1, 2]]); // columns of looks alone
 });
 
 test("a smoothed curve begins where the curve does, and keeps what is not finite", () => {

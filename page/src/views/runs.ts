@@ -22,9 +22,9 @@ export const runs: View = {
       h("span", { class: `state ${run.level}` }, `${SIGN[run.level] ?? ""} ${run.about?.state ?? run.level}`),
       String(run.steps),
       run.about?.seconds ? duration(run.about.seconds) : "",
-      ...losses.map((name) => lastLoss(scalars[at]?.of[name]?.values)),
+      ...losses.map((name) => run.about?.ends?.[name] ?? lastLoss(scalars[at]?.of[name]?.values)),
       ...evaluated.map((name) => lastLoss((run.about?.evaluated ?? []).filter(([one]) => one === name).map(([, , value]) => value))),
-      String(run.findings.filter((one) => !one.is_over && one.severity !== "info").length),
+      String(run.findings.filter((one) => !one.is_over).length),
       percent(run.about?.spent ?? run.overhead),
       run.about?.ended ?? "",
     ]);

@@ -158,7 +158,13 @@ def _named(value: Any) -> Call:
 
 def _text(spec: str, folder: str) -> Call:
     """A text as the keyword arguments that the tokenizer in the folder of the model makes of it."""
-    return (), dict(tokenizer_of(folder, f"input {spec!r}")(spec, return_tensors="pt"))
+    made = dict(tokenizer_of(folder, f"input {spec!r}")(spec, return_tensors="pt"))
+    if not made["input_ids"].numel():
+        raise PlanError(
+            f"input {spec!r}: the tokenizer of {folder!r} makes no token of it: expected another text, or the files of "
+            "a tokenizer (tokenizer.json ...) in that folder"
+        )
+    return (), made
 
 
 def tokenizer_of(folder: str, what: str) -> Any:

@@ -35,6 +35,10 @@ class Loaded:
     folder: str | None = None  # of a transformers model: its tokenizer and image processor are there
 
 
+_WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_FEW = 8  # names of which all are offered
+
+
 def load_model(spec: str) -> Loaded:
     """The model that ``spec`` names, made or read here.
 
@@ -46,6 +50,13 @@ def load_model(spec: str) -> Loaded:
         return loaders[scheme](name)
     if spec.endswith(".pt2"):
         return Loaded(load_exported(spec))
+    if Path(spec).suffix in _WEIGHTS and Path(spec).is_file():
+        raise PlanError(
+            f"{spec!r} is a file of weights, without the code of their model: expected file.py:name of a function that "
+            "builds the model and loads them, or a .pt2 file of torch.export"
+        )
+    if (Path(spec) / "config.json").is_file():
+        raise PlanError(f"{spec!r} is a folder: expected transformers:{spec} for a model of transformers")
     module, value = load_name(spec, "model", ", torchvision:NAME, timm:NAME, transformers:FOLDER or a .pt2 file")
     built = value if isinstance(value, nn.Module) else value() if callable(value) else value
     if not isinstance(built, nn.Module):
@@ -68,7 +79,7 @@ def load_name(spec: str, what: str = "name", others: str = "") -> tuple[ModuleTy
     for part in name.split("."):
         if not hasattr(value, part):
             own = [key for key, item in vars(module).items() if _is_own(item, module)]
-            offered = _offered(part, own, vars(module))
+            offered = _offered(part, own, vars(module), more=_FEW)
             expected = f"expected one of {offered}" if offered else "nothing is defined there"
             raise PlanError(f"{spec}: {source} has no {part!r}: {expected}")
         value = getattr(value, part)
@@ -205,8 +216,14 @@ def _transformers(folder: str) -> Loaded:
     return Loaded(model.eval(), None, folder)
 
 
-def _offered(name: str, names: list[str], others: Iterable[str] = ()) -> str:
-    """The names to offer in place of ``name``: the nearest, those among ``others`` where none is near, or the first."""
+def _offered(name: str, names: list[str], others: Iterable[str] = (), more: int = 0) -> str:
+    """The names to offer in place of ``name``: the nearest, those among ``others`` where none is near, or the first.
+
+    The nearest of up to ``more`` names are followed by all others of them.
+    """
     from gaff.address.grammar import nearest
 
-    return ", ".join(nearest(name, names, 5) or nearest(name, list(others), 5) or names[:5])
+    near = nearest(name, names, 5)
+    if near and len(names) <= more:
+        near += [one for one in names if one not in near]
+    return ", ".join(near or nearest(name, list(others), 5) or names[:5])

@@ -91,7 +91,10 @@ def _in_model(options: argparse.Namespace) -> Report:
 
     late = next((word for word in options.rest if word.startswith("--")), None)
     if late is not None:
-        raise PlanError(f"{late!r} comes too late: expected options before the model: gaff nan {late} {options.model}")
+        raise PlanError(
+            f"{late!r} comes too late: expected options, with what is given to them, before the model: gaff nan {late} "
+            f"... {options.model}"
+        )
     loaded = load_model(options.model)
     args, kwargs = load_inputs(options.rest, loaded)
     loss = load_name(options.loss)[1] if options.loss else mean_of_first

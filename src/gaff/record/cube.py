@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -188,9 +188,18 @@ def _numbers(layout: Layout, payload: bytes) -> dict[str, Any]:
     is_odd = found["nonfinite"] > 0
     for name, values in found.items():
         if name in BY_NAME and BY_NAME[name].is_of_finite:
-            values[is_odd & np.isnan(values)] = np.inf  # there, but not finite
+            odd = is_odd | is_odd[_updates(layout)] if name == "update_ratio" else is_odd
+            values[odd & np.isnan(values)] = np.inf  # there, but not finite
         values[absent] = np.nan
     return found
+
+
+@lru_cache(maxsize=16)
+def _updates(layout: Layout) -> Any:
+    """For each row of a layout the number of the row of the same parameter's update, its own where there is none."""
+    number = {key: at for at, key in enumerate(layout.rows)}
+    return np.array([number.get((model, f"{address.rpartition(':')[0]}:update"), at)
+                     for at, (model, address) in enumerate(layout.rows)], np.int64)  # fmt: skip
 
 
 def _shares(part: RankPart, tables: Sequence[int], rows: Any, count: int) -> Any:

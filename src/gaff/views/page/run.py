@@ -190,6 +190,11 @@ def _about(record: Record, rank: int) -> dict[str, Any]:
         "steady": told.cost.steady,
         "settings": list(map(list, told.settings.items())),
         "saved": [[step, file] for step, file in record.saved(rank)],
+        "ends": {
+            name: f"{values[-1]:.4g}"
+            for name in record.scalars
+            if name.startswith("loss:") and (values := record.scalar(name, rank).values)
+        },
         "evaluated": [
             [str(name), step, value]
             for step, one in record.events("evaluated", rank)
