@@ -601,3 +601,23 @@ def test_an_optimizer_of_the_next_part_takes_the_place_of_the_one_that_was_given
     assert len(record.scalar("loss").values) == 60
     assert record.verdict.name == "learning_rate_too_high"
     assert "a learning rate of 3 is too high" in str(record.verdict)
+
+
+def test_factors_that_begin_at_zero_are_not_said_to_vanish(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(512, 16)
+    frozen = [nn.Linear(16, 16).requires_grad_(False) for _ in range(3)]
+    factors = nn.ParameterList([torch.randn(4, 16) * 0.3 if at % 2 else torch.zeros(16, 4) for at in range(6)])
+    model = nn.Module()
+    model.factors, model.head = factors, nn.Linear(16, 4)
+
+    def loss():
+        hidden = x[torch.randint(512, (64,))]
+        rows = hidden
+        for at, layer in enumerate(frozen):
+            hidden = torch.tanh(layer(hidden) + hidden @ (factors[2 * at] @ factors[2 * at + 1]).T)
+        return F.cross_entropy(model.head(hidden), rows[:, :4].argmax(1))
+
+    optimizer = torch.optim.Adam(model.parameters(), 1e-8)
+    record = steps_of(model, optimizer, tmp_path / "run", 60, tuple, loss)
+    assert not [one for one in record.findings if one.rule == "vanishing"]

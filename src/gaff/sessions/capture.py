@@ -316,7 +316,7 @@ def raise_if_silent(receipt: Receipt, excused: AbstractSet[str] = frozenset()) -
     rows = [row for row in receipt.rows if row.pattern in silent]
     reasons = [row.reason for row in rows if row.reason not in ("", NOT_CALLED, NO_BACKWARD)]
     if any(row.site.rpartition(":")[2].partition("[")[0] in ("grad", *GRADIENT_PORTS) for row in rows):
-        hint = "a gradient needs backward() inside the session"
+        hint = "a gradient needs backward() inside the session, and a module that returned (gaff.take may stop before)"
     elif not receipt.runs:
         hint = "the model was never called inside the session (or only inside a backward pass, or on another thread)"
     else:

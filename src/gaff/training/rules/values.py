@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from gaff.record.sample import Key, Sample, path_of, port_of
+from gaff.record.sample import Key, Numbers, Sample, path_of, port_of
 from gaff.training.rules.layers import (
     clips_an_explosion,
     in_branches,
@@ -94,6 +94,12 @@ def _is_returned(sample: Sample, key: Key) -> bool:
         whole.count, whole.mean, whole.std, whole.min, whole.max)  # fmt: skip
 
 
+def _has_zero_weight(sample: Sample, gradients: Sequence[tuple[Key, Numbers]]) -> bool:
+    """Whether one of these weights is smaller by ten thousand times than they are in the median."""
+    sizes = [row.rms for key, _ in gradients if (row := sample.of(key, "param")) is not None]
+    return bool(sizes) and min(sizes) < 1e-4 * statistics.median(sizes)
+
+
 @rule(
     "vanishing",
     severity="warning",
@@ -109,7 +115,8 @@ def vanishing(sample: Sample, past: Past) -> Iterator[Hit]:
 
     So it must be of each in the first quarter of the weights: those of queries and keys get little in a healthy
     attention, too. Not where a loss has fallen to half of what it was: it learns all the same; nor where one step from
-    a part of another name makes nearly all of the difference: of two branches neither comes before the other.
+    a part of another name makes nearly all of the difference: of two branches neither comes before the other; nor where
+    a weight lies at zero, by which what is before it gets nothing, as low-rank factors begin.
     """
     if any(has_fallen(past, name, 0.5) for name in past.losses):
         return
@@ -118,7 +125,8 @@ def vanishing(sample: Sample, past: Past) -> Iterator[Hit]:
             continue
         (first, row), last = gradients[0], gradients[-1][1]
         largest = max(one.norm for _, one in gradients[: (len(gradients) + 3) // 4])
-        if last.norm > 0 and largest < 1e-3 * last.norm and largest < 1e-4 and not in_branches(gradients):
+        is_small = last.norm > 0 and largest < 1e-3 * last.norm and largest < 1e-4
+        if is_small and not in_branches(gradients) and not _has_zero_weight(sample, gradients):
             yield Hit(first, first_norm=row.norm, last_norm=last.norm, ratio=row.norm / last.norm)
 
 
