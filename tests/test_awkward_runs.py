@@ -606,17 +606,15 @@ def test_an_optimizer_of_the_next_part_takes_the_place_of_the_one_that_was_given
 def test_factors_that_begin_at_zero_are_not_said_to_vanish(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(512, 16)
-    frozen = [nn.Linear(16, 16).requires_grad_(False) for _ in range(3)]
-    factors = nn.ParameterList([torch.randn(4, 16) * 0.3 if at % 2 else torch.zeros(16, 4) for at in range(6)])
+    layer = nn.Linear(16, 16).requires_grad_(False)
     model = nn.Module()
-    model.factors, model.head = factors, nn.Linear(16, 4)
+    model.factors = nn.ParameterList([0.3 * torch.randn(4, 16), torch.zeros(16, 4)])
+    model.head = nn.Linear(16, 4)
 
     def loss():
-        hidden = x[torch.randint(512, (64,))]
-        rows = hidden
-        for at, layer in enumerate(frozen):
-            hidden = torch.tanh(layer(hidden) + hidden @ (factors[2 * at] @ factors[2 * at + 1]).T)
-        return F.cross_entropy(model.head(hidden), rows[:, :4].argmax(1))
+        rows = x[torch.randint(512, (64,))]
+        down, up = model.factors
+        return F.cross_entropy(model.head(torch.tanh(layer(rows) + rows @ down.T @ up.T)), rows[:, :4].argmax(1))
 
     optimizer = torch.optim.Adam(model.parameters(), 1e-8)
     record = steps_of(model, optimizer, tmp_path / "run", 60, tuple, loss)

@@ -15,7 +15,8 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
-from gaff.record.sample import Key, Numbers, Sample, path_of, port_of
+from gaff.record.sample import Key, Sample, path_of, port_of
+from gaff.record.statistics import Numbers
 from gaff.training.rules.layers import (
     clips_an_explosion,
     in_branches,
