@@ -603,19 +603,27 @@ def test_an_optimizer_of_the_next_part_takes_the_place_of_the_one_that_was_given
     assert "a learning rate of 3 is too high" in str(record.verdict)
 
 
+class LowRank(nn.Module):
+    """A layer that stays as it is, plus a product of two factors, of which the second begins at zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16).requires_grad_(False)
+        self.down, self.up = nn.Parameter(0.3 * torch.randn(4, 16)), nn.Parameter(torch.zeros(16, 4))
+
+    def forward(self, x):
+        return self.layer(x) + x @ self.down.T @ self.up.T
+
+
 def test_factors_that_begin_at_zero_are_not_said_to_vanish(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(512, 16)
-    layer = nn.Linear(16, 16).requires_grad_(False)
-    model = nn.Module()
-    model.factors = nn.ParameterList([0.3 * torch.randn(4, 16), torch.zeros(16, 4)])
-    model.head = nn.Linear(16, 4)
+    model = nn.Sequential(LowRank(), nn.Tanh(), nn.Linear(16, 4))
 
     def loss():
         rows = x[torch.randint(512, (64,))]
-        down, up = model.factors
-        return F.cross_entropy(model.head(torch.tanh(layer(rows) + rows @ down.T @ up.T)), rows[:, :4].argmax(1))
+        return F.cross_entropy(model(rows), rows[:, :4].argmax(1))
 
-    optimizer = torch.optim.Adam(model.parameters(), 1e-8)
+    optimizer = torch.optim.Adam((one for one in model.parameters() if one.requires_grad), 1e-8)
     record = steps_of(model, optimizer, tmp_path / "run", 60, tuple, loss)
     assert not [one for one in record.findings if one.rule == "vanishing"]
