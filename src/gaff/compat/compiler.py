@@ -132,11 +132,9 @@ def on_compiling(told: Callable[[], None]) -> Callable[[], None]:
         return lambda: None
     from torch._dynamo.callback import callback_handler
 
-    def begins(_: Any) -> None:
-        told()
-
-    callback_handler.register_start_callback(begins)
-    return partial(callback_handler.remove_start_callback, begins)
+    callbacks = callback_handler.start_callbacks
+    callbacks.append(begins := lambda _: told())
+    return lambda: callbacks.remove(begins) if begins in callbacks else None  # _dynamo.reset() empties the list
 
 
 def has_compiled_autograd() -> bool:

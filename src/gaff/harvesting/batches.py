@@ -276,8 +276,12 @@ def _inside(value: Any, depth: int = 4) -> Iterator[Any]:
     """A value, and what lies in it if it is a list, tuple or mapping."""
     yield value
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    for one in inside if depth and not isinstance(value, PackedSequence) else ():
-        yield from _inside(one, depth - 1)
+    kinds = (list, tuple, Mapping)
+    has_more = (
+        depth and not isinstance(value, PackedSequence) and isinstance(next(iter(inside), None), (*kinds, Tensor))
+    )
+    for one in inside if has_more else ():  # a list of numbers holds nothing else
+        yield from _inside(one, depth - 1) if isinstance(one, kinds) else ()
 
 
 def _fingerprint(dataset: Any) -> str | None:

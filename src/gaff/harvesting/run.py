@@ -89,15 +89,17 @@ def harvest(
 def _as_drawn(data: Any) -> Iterator[None]:
     """Leave torch's random numbers, and a loader's own, as they were, so that what comes next is the same whether the
     harvest was there already or not."""
-    own: Any = getattr(data, "generator", None)
-    state = own.get_state() if isinstance(own, torch.Generator) else None
+    batches = getattr(data, "batch_sampler", None)
+    drawing = (data, getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = [getattr(one, "generator", None) for one in drawing]
+    own = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
-            if state is not None:
-                own.set_state(state)
+            for generator, state in own:
+                generator.set_state(state)
 
 
 def _begin(

@@ -30,11 +30,17 @@ def at_first_scale(name: str, values: Iterable[tuple[int, float]], looks: list[L
 def factor_of(name: str, looks: list[Look]) -> float:
     """The factor of a loss that ``at_first_scale`` has left on its values; 1 where there is none.
 
-    NaN where it was another later on, as where the number of accumulated batches changes: values are of no one scale.
+    NaN where it is mostly another later on, as where the number of accumulated batches changes: values are of no one
+    scale. Single looks may have others, as that at a last batch of an epoch.
     """
     factors = _told("factor", name, looks)
-    rest = [by / weight for by, weight in zip(factors, _told("weight", name, looks), strict=True) if weight]
-    if rest and not math.isclose(min(rest), max(rest), rel_tol=1e-3):
+    rest = [
+        one["scale"] if one.get("factor_of") == name else 1.0
+        for _, one in looks
+        if one.get("factor_of", name) == name and ("factor_of" not in one or isinstance(one.get("scale"), float))
+    ]
+    halves = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+    if halves[0] and not math.isclose(*map(statistics.median_low, halves), rel_tol=1e-3):
         return math.nan
     return factors[0 if _is_faded(_told("weight", name, looks)) else -1] if factors else 1.0
 

@@ -117,9 +117,8 @@ def alias_of(tensor: Tensor) -> Tensor:
 
 def original(tensor: Tensor) -> Tensor:
     """The tensor that a stand-in shows, as a module's caller or a module was given one; else ``tensor`` itself."""
-    for known in (OUTER, INNER):
-        while known and tensor in known:
-            tensor = known[tensor].tensor
+    while (known := OUTER.get(tensor) if OUTER else None) or (known := INNER.get(tensor) if INNER else None):
+        tensor = known.tensor
     return tensor
 
 

@@ -252,3 +252,17 @@ def sketched(one: Fingerprint, other: Fingerprint, least: float = 0.0) -> float:
     difference = math.hypot(*(a - b for a, b in zip(one.sketch, other.sketch, strict=True)))
     size = max(least, math.hypot(*one.sketch), math.hypot(*other.sketch))
     return difference / size if size else float(difference > 0)
+
+
+def elements_of(shapes: str) -> list[int] | str:
+    """How many elements the tensors of an output have, by their shapes as text; the text itself where it has others."""
+    try:
+        return sorted(math.prod(int(size) for size in one.split("x") if size != "scalar") for one in shapes.split(", "))
+    except ValueError:
+        return shapes
+
+
+def is_beginning(one: str, other: str) -> bool:
+    """Whether one of two outputs, by their shapes as text, is the other with more tensors behind, as where attention
+    returns its weights, too: moments are those of the first."""
+    return f"{one}, ".startswith(f"{other}, ") or f"{other}, ".startswith(f"{one}, ")

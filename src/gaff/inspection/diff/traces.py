@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from gaff.address.grammar import parse_site
-from gaff.inspection.diff.difference import Difference, DiffRow, shown, sketched, state_of
+from gaff.inspection.diff.difference import Difference, DiffRow, elements_of, is_beginning, shown, sketched, state_of
 from gaff.inspection.diff.pairs import Pair, Pairing, renaming
 from gaff.inspection.diff.rounding import LITTLE, Drift, allowance, has_kinks
 from gaff.inspection.trace import Trace
@@ -117,16 +117,15 @@ def _paths(trace: Trace) -> set[str]:
     return {".".join(one[:depth]) for one in parts for depth in range(1, len(one) + 1)} | {""}
 
 
-def _weights_of_calls(trace: Trace, *, is_alone: bool = True) -> list[Hashable]:
-    """For each call the digests of its module's own parameters; None of ops, and where another module has the same,
-    if ``is_alone``."""
+def _weights_of_calls(trace: Trace) -> list[Hashable]:
+    """For each call the digests of its module's own parameters; None of ops, and where another module has the same."""
     known: dict[str, list[str]] = {}
     for row in trace.parameters:
         known.setdefault(_owner(row), []).append(row.digest)
     own = {path: tuple(sorted(digests)) for path, digests in known.items() if all(digests)}
     count = Counter(own.values())  # layers that are as new, such as norms, are alike
     found = [own.get(row.path) if row.parameters else None for row in trace.rows]
-    return [one if one is not None and (count[one] == 1 or not is_alone) else None for one in found]
+    return [one if one is not None and count[one] == 1 else None for one in found]
 
 
 def _is_shifted(a: Trace, b: Trace, weights: Sequence[Sequence[Hashable]]) -> bool:
@@ -204,12 +203,18 @@ def _forwards(
         told.append((pair, rows))
     ends = told[-1][1] if told else []
     if ends and told[-1][0].how not in _GUESSED and all(row.state != "parted" for row in ends):
-        own = [_weights_of_calls(trace, is_alone=False) for trace in (a, b)]
         is_exact = max(row.delta for row in ends) < _EXACT
-        told = [(pair, rows) for pair, rows in told
-                if all(row.state != "parted" for row in rows) or not (pair.how in _GUESSED or (is_exact and
-                (a.rows[pair.a].cls, own[0][pair.a]) != (b.rows[pair.b].cls, own[1][pair.b])))]  # fmt: skip
+        told = [(pair, rows) for pair, rows in told if all(row.state != "parted" for row in rows) or not (
+                pair.how in _GUESSED or (is_exact and _is_elsewhere(a, b, pair, rows[0].tolerance)))]  # fmt: skip
     return [pair for pair, _ in told], [row for _, rows in told for row in rows], drift
+
+
+def _is_elsewhere(a: Trace, b: Trace, pair: Pair, tolerance: float) -> bool:
+    """Whether what one of two calls returned is what another call of the other model did, as where layers are fused."""
+    one, other = a.rows[pair.a], b.rows[pair.b]
+    pairs = [(one, row) for row in b.rows if row is not other] + [(row, other) for row in a.rows if row is not one]
+    found = (_forward(*both, pair.how, tolerance) for both in pairs if both[0].output == both[1].output)
+    return any(rows and all(row.state != "parted" for row in rows) for rows in found)
 
 
 def _between(a: Trace, b: Trace, pairs: Sequence[Pair], rows: Sequence[DiffRow]) -> list[str]:
@@ -350,8 +355,8 @@ def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[D
     number, delta = _farthest(one, other)
     values = [getattr(row.statistics, number) for row in (one, other)]
     if one.output != other.output:
-        is_root = not (one.path or other.path)  # there the shape is what the program around gets
-        is_comparable = (_count(one.output) == _count(other.output) and not is_root) or _is_beginning(
+        is_root = one.site.startswith(":") and other.site.startswith(":")  # there the program around gets the shape
+        is_comparable = (elements_of(one.output) == elements_of(other.output) and not is_root) or is_beginning(
             one.output, other.output
         )
         number, delta = "shape", max(delta, LITTLE) if is_comparable else math.inf
@@ -367,20 +372,6 @@ def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[D
     state = state_of(delta, tolerance)
     told = shown(values[0]), shown(values[1])
     return [DiffRow(one.site, other.site, "forward", state, delta, tolerance, number, *told, how)]
-
-
-def _count(shapes: str) -> list[int] | str:
-    """How many elements the tensors of an output have, by their shapes as text; the text itself where it has others."""
-    try:
-        return sorted(math.prod(int(size) for size in one.split("x") if size != "scalar") for one in shapes.split(", "))
-    except ValueError:
-        return shapes
-
-
-def _is_beginning(one: str, other: str) -> bool:
-    """Whether one of two outputs, by their shapes as text, is the other with more tensors behind, as where attention
-    returns its weights, too: moments are those of the first."""
-    return f"{one}, ".startswith(f"{other}, ") or f"{other}, ".startswith(f"{one}, ")
 
 
 def _of_sketches(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[DiffRow]:

@@ -136,7 +136,7 @@ class Judge:
         """
         told = [one for one in self._direct
                 if one.rule != "loss_spike" or "batch_indices" in one.evidence
-                or not (self.past.is_acting or self.past.scales.changed)]  # fmt: skip
+                or not (self.past.is_acting or self.past.scales.varied)]  # fmt: skip
         direct = {one.rule for one in told}
         found = [*told, *(one for one in self._grouped() if one.rule not in direct)]
         hidden = {(name, one.model) for one in found if not one.is_over for name in self._hides(one.rule)}

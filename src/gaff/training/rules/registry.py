@@ -19,6 +19,7 @@ training.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -85,23 +86,30 @@ class Activity:
 
 @dataclass(slots=True)
 class LossScales:
-    """By what losses are multiplied before their backward passes, as looks tell it: at the first look, by name.
+    """By what losses are multiplied before their backward passes, as looks tell it, by name.
 
-    ``weights``: numbers below one, by which losses may be faded in; ``factors``: what is left, as divisions;
-    ``changed``: losses that had another factor later, so that their values are of no one scale.
+    ``weights``: numbers below one, by which losses may be faded in; ``factors``: what is left, as divisions, at each
+    look where it is known; ``varied``: losses that had another one at some look.
     """
 
     weights: dict[str, float] = field(default_factory=dict)
-    factors: dict[str, float] = field(default_factory=dict)
-    changed: set[str] = field(default_factory=set)
+    factors: dict[str, list[float]] = field(default_factory=dict)
+    varied: set[str] = field(default_factory=set)
+
+    def has_changed(self, name: str) -> bool:
+        """Whether a loss has mostly another factor lately than at first, so that its values are of no one scale."""
+        told = self.factors.get(name, [1.0])
+        ends = statistics.median_low(told[:5]), statistics.median_low(told[-10:])
+        return not math.isclose(*ends, rel_tol=1e-3)
 
     def at_first(self, name: str, value: float, factor: dict[str, Any]) -> float:
         """The value of a loss with the weight of its first look; ``factor``: the fact of this look."""
         is_its = factor.get("loss") == name
         weight = factor.get("weight", 1.0) if is_its else 1.0
-        by = factor.get("by", 1.0) / weight if is_its and weight else 1.0
-        if not math.isclose(by, self.factors.setdefault(name, by), rel_tol=1e-3):
-            self.changed.add(name)
+        scale = factor.get("scale") if is_its else None if factor else 1.0  # of one loss in a step it is told
+        if scale is not None:
+            self.factors.setdefault(name, []).append(scale)
+            self.varied |= {name} if not math.isclose(scale, self.factors[name][0], rel_tol=1e-3) else set()
         weight = weight if 0 < weight < 1 else 1.0
         return value * self.weights.setdefault(name, weight) / weight
 

@@ -83,10 +83,14 @@ def frozen_by_accident(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 def _weights(sample: Sample) -> list[tuple[Key, Parameter]]:
-    """The weights of a step; of models that have none but embeddings, as those that factor a matrix, these."""
+    """The weights of a step; of models that have none but embeddings, as those that factor a matrix, these, but for
+    single numbers."""
     layered = {key[0] for key, one in sample.parameters.items() if one.kind == "weight"}
-    return [(key, one) for key, one in sample.parameters.items()
-            if one.kind == ("weight" if key[0] in layered else "embedding")]  # fmt: skip
+    return [
+        (key, one)
+        for key, one in sample.parameters.items()
+        if one.kind == "weight" or (key[0] not in layered and one.kind == "embedding" and one.width > 1)
+    ]
 
 
 @rule(

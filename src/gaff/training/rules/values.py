@@ -379,7 +379,7 @@ def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
         return
     for name, first in past.losses.items():
         recent = past.recent.get(name)
-        if recent is None or len(first) < 5 or len(recent) < 10 or name in past.scales.changed:
+        if recent is None or len(first) < 5 or len(recent) < 10 or past.scales.has_changed(name):
             continue
         start, now = statistics.median(first), statistics.median(recent)
         least = sorted(recent)[len(recent) // 4]

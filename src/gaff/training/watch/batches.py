@@ -33,7 +33,8 @@ class StepBatches:
         self.samples = 0  # that models were given since they were last taken
         self._runs = 0  # of the step
         self._ran: set[str] = set()  # models, since a loss has asked
-        self._together: dict[frozenset[str], str] = {}  # by models that ran: those that a loss is of
+        self._together: dict[frozenset[str], str] = {}  # by models that ran: what they are called
+        self._called: dict[frozenset[str], str] = {}  # the same by models that the first loss behind them was of
         self._whose = ""
         self._size = self._largest = 0
         self._counted: dict[str, str] = {}  # by model: the path of the part of it that was first called in the step
@@ -73,18 +74,18 @@ class StepBatches:
     def whose(self, models: Models, loss: Tensor) -> str | None:
         """The names of the models that ran since this was last asked; where none did, what was told then.
 
-        Of several that ran together those that had a part in the first loss behind them: one may have run by itself,
-        as a copy that is looked at before the training. That is so where no model was seen to run, too: if the
-        parameter behind ``loss`` is of another one, it is that. None where the models were given, and this is the loss
-        of another one, as far as the nodes behind it tell.
+        Others that ran by themselves among them, as a copy that is looked at before the training, make no difference:
+        where the first loss behind them is of the same models as one behind others, they are called as those. That is
+        so where no model was seen to run, too: if the parameter behind ``loss`` is of another one, it is that. None
+        where the models were given, and this is the loss of another one, as far as the nodes behind it tell.
         """
         if self._ran:
             ran = frozenset(self._ran)
             self._ran.clear()
             if ran not in self._together:
-                leaves, is_all = leaves_behind(loss) if len(ran) > 1 else ([], False)
+                leaves, is_all = leaves_behind(loss)
                 owners = ran & frozenset(map(models.owner_of, leaves)) if is_all else ran
-                self._together[ran] = ", ".join(sorted(owners or ran))
+                self._together[ran] = self._called.setdefault(owners or ran, ", ".join(sorted(ran)))
             self._whose = self._together[ran]
             return self._whose
         leaves, is_all = leaves_behind(loss)

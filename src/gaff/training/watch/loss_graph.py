@@ -66,7 +66,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     - ``scores``: that a cross entropy is of scores of pairs, one of which is the right one, and not of classes
     - ``outside``: that a binary cross entropy is given targets outside of 0 to 1
     - ``factor``: by what it was multiplied at last, as where gradients are accumulated; ``weight``: without divisions,
-      and of no sum of several losses, whose mean they make
+      and of no sum of several losses, whose mean they make; ``scale``: by divisions alone, None of such a sum
     - ``summed``: that it is a sum of negative log-likelihoods, divided by a number: how many times their mean it is
     """
     found: dict[str, Any] = {}
@@ -87,7 +87,9 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
         found["summed"] = {"loss": name, "by": abs(factor) * ratio}
     elif factor not in (1.0, -1.0) and not _is_sum(chain, names):  # a sum that is divided is a mean
         inner = next((one for one in names if one != "MeanBackward" and not _is_view(one)), "")
-        found["factor"] = {"loss": name, "by": abs(factor), "weight": 1.0 if inner in _SEVERAL else abs(weight)}
+        is_several = inner in _SEVERAL
+        found["factor"] = {"loss": name, "by": abs(factor), "weight": 1.0 if is_several else abs(weight),
+                           "scale": None if is_several else abs(factor / weight)}  # fmt: skip
     _note_turned(chain, names, factor, name, found)
     if weight == 1.0:  # a policy's is multiplied by an advantage, or a cost, of any sign
         _note_likelihood(names, name, found)
@@ -105,19 +107,21 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
 
 
 def teaches_targets(loss: Tensor) -> bool:
-    """Whether what one of torch's pairwise losses has as its constant is trained by another one of the same loss.
+    """Whether two of torch's pairwise losses have in turn as their constant what the other one trains.
 
-    Such a loss holds the model still where it moves by another term, as a codebook and the vectors that it stands for
-    do (van den Oord et al., 2017): going down its gradient need not make it smaller. Known by memory, of losses that
-    are among the first 1,000 nodes behind this one.
+    So a codebook and the vectors that it stands for follow each other (van den Oord et al., 2017): going down the
+    gradient of such a loss need not make it smaller. Known by memory, of losses that are among the first 1,000 nodes
+    behind this one.
     """
-    trained, held = set[Any](), set[Any]()
+    pairs = set[Any]()
     for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES):
         if node.name().rstrip("0123456789") in _MEANS:
-            for one in (kept_by(node, "self"), kept_by(node, "target")):
-                if type(one) is Tensor and one.numel() > 1:
-                    (trained if one.requires_grad else held).add((one.device, one.data_ptr()))
-    return not trained.isdisjoint(held)
+            ends = [kept_by(node, "self"), kept_by(node, "target")]
+            known = [one for one in ends if type(one) is Tensor and one.numel() > 1]
+            moved = [(one.device, one.data_ptr()) for one in known if one.requires_grad]
+            held = [(one.device, one.data_ptr()) for one in known if not one.requires_grad]
+            pairs |= {(moved[0], held[0])} if moved and held else set()
+    return any((held, moved) in pairs for moved, held in pairs)
 
 
 def _summed(chain: list[Any], names: list[str]) -> tuple[int, Tensor] | None:
@@ -188,7 +192,8 @@ def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: di
         )
     if one.startswith("BinaryCrossEntropy"):
         _note_targets(chain[at], name, found)
-    _note_behind(one, names[at + 1 :], name, found)
+    is_whole = all(_is_view(other) or other in ("MeanBackward", "SumBackward", "DivBackward") for other in names[:at])
+    _note_behind(one, names[at + 1 :], name, found, is_whole=is_whole)
 
 
 def _is_picked(names: list[str]) -> bool:
@@ -354,10 +359,11 @@ def _note_targets(node: Any, name: str, found: dict[str, Any]) -> None:
             found["outside"] = {"loss": name, "low": low, "high": high}
 
 
-def _note_behind(one: str, others: list[str], name: str, found: dict[str, Any]) -> None:
-    """Note what a loss function is given that it does not expect; ``others``: the nodes behind that of the function."""
+def _note_behind(one: str, others: list[str], name: str, found: dict[str, Any], *, is_whole: bool) -> None:
+    """Note what a loss function is given that it does not expect; ``others``: the nodes behind that of the function;
+    ``is_whole``: the loss is what it returns, or a mean of it, so that its sign is that of the loss."""
     behind = next((other for other in others if not _is_view(other)), "")
-    if one.startswith(("NllLoss", "CtcLoss")) and behind != "LogSoftmaxBackward":
+    if one.startswith(("NllLoss", "CtcLoss")) and behind != "LogSoftmaxBackward" and is_whole:
         found["nll"] = name
     if behind in _BOUNDS and one in ("LogSoftmaxBackward", "BinaryCrossEntropyWithLogitsBackward", *_MEANS):
         found["bounded"] = {"loss": name, "by": _BOUNDS[behind], "is_pairwise": one in _MEANS}

@@ -171,7 +171,7 @@ class Losses:
         self.steep += steep_ops(tensor)
         if named is None and "factor" in found:
             by = found["factor"]["by"] / scale if isinstance(scale, float) else 1.0
-            found["factor"] = {"loss": name, "by": by, "weight": 1.0}
+            found["factor"] = {"loss": name, "by": by, "weight": 1.0, "scale": None}
         if name in self._now:
             self._unlike(name, found)
         if self.count <= _EARLY:
@@ -187,11 +187,12 @@ class Losses:
         """Take out of what is known, and of what was ``found`` in a further pass of a loss, what not all passes say."""
         known = self.facts.get("factor", {"loss": ""})
         if known["loss"] == name and known != found.get("factor"):
-            found["factor"] = {"loss": name, "by": 1.0, "weight": 1.0}
+            found["factor"] = {"loss": name, "by": 1.0, "weight": 1.0, "scale": None}
         for kind in _OF_VALUE:
             before = self.facts.get(kind)
             is_known = before is not None and name == (before["loss"] if isinstance(before, dict) else before)
-            if is_known != (kind in found):
+            is_other = kind != "summed" and before != found.get(kind)  # a tensor may be in that: it would be waited for
+            if is_known != (kind in found) or (is_known and is_other):
                 found.pop(kind, None)
                 if is_known:
                     del self.facts[kind]

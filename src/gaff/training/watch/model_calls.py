@@ -154,10 +154,9 @@ class ModelCalls:
             self._hooks.switch_off()
 
     def _compiling(self) -> None:
-        """Code that nobody has told of is about to be compiled, before hooks on all modules are seen in it."""
-        if self._hooks.is_on:
-            self.has_compiled_function = True
-            self._hooks.switch_off()
+        """Code is about to be compiled, on any thread: it must not see hooks on all modules; the rest of this look does
+        without. Code that was compiled without them has no guard that would notice them later."""
+        self._hooks.switch_off()
 
     def pause(self) -> Callable[[], None]:
         """Tell nobody of anything until the returned function is called: gaff is about to run a model itself."""

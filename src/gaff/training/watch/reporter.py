@@ -296,7 +296,8 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
     plain = {name: one for name, one in told.items() if isinstance(one, (str, int, float, bool, type(None), list))}
     factor = told.get("factor", {"loss": "", "by": 1.0})
     if factor["loss"]:
-        plain.update(factor_of=factor["loss"], factor=factor["by"], weight=factor.get("weight", 1.0))
+        plain.update(factor_of=factor["loss"], factor=factor["by"], weight=factor.get("weight", 1.0),
+                     scale=factor.get("scale"))  # fmt: skip
     errors = [
         one for one in told.get("targets", ()) if one["function"] in step_facts.ERRORS and math.isfinite(one["high"])
     ]
