@@ -627,3 +627,18 @@ def test_factors_that_begin_at_zero_are_not_said_to_vanish(tmp_path):
     optimizer = torch.optim.Adam((one for one in model.parameters() if one.requires_grad), 1e-8)
     record = steps_of(model, optimizer, tmp_path / "run", 60, tuple, loss)
     assert not [one for one in record.findings if one.rule == "vanishing"]
+
+
+@pytest.mark.parametrize("is_mean", [True, False])
+def test_a_mean_over_steps_of_a_sequence_is_of_one_scale_however_many_they_are(tmp_path, is_mean):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for step in range(40):
+            x = torch.randn(16, 2 + step // 8, 6)
+            losses = [F.cross_entropy(model(one), one[:, :3].argmax(1)) for one in x.unbind(1)]
+            optimizer.zero_grad()
+            (sum(losses) / len(losses) if is_mean else losses[0] / len(losses)).backward()
+            optimizer.step()
+    assert ("no values to compare" in str(gaff.load(tmp_path / "run").verdict)) != is_mean

@@ -961,3 +961,19 @@ def test_weights_that_are_alike_by_chance_are_not_called_moved():
         b[1].weight.mul_(1.5)
     found = gaff.diff(gaff.trace(a, x := torch.randn(2, 4)), gaff.trace(b, x))
     assert any("the values of 1.weight are not the same in both, the first of" in note for note in found.notes)
+
+
+def test_a_layer_with_other_weights_differs_though_the_end_agrees():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.out, self.gate = nn.Linear(4, 4), nn.Linear(4, 2), nn.Parameter(torch.zeros(()))
+
+        def forward(self, x):
+            return self.out(x + self.gate * torch.relu(self.inside(x)))
+
+    torch.manual_seed(0)
+    one, x = Gated(), torch.randn(3, 4)
+    other = copy.deepcopy(one)
+    nn.init.normal_(other.inside.weight)
+    assert gaff.diff(gaff.trace(one, x), gaff.trace(other, x)).first.site == "inside"

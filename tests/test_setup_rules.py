@@ -686,3 +686,30 @@ def test_a_model_of_embeddings_alone_is_judged_by_these(tmp_path, fault):
 
     told = watched(model, optimizer, step, tmp_path, 120)
     assert told.name == fault, told
+
+
+def test_embeddings_of_single_numbers_may_begin_at_zero(tmp_path):
+    torch.manual_seed(0)
+    person, item = nn.Embedding(40, 1), nn.Embedding(60, 1)
+    model = nn.ModuleList([person, item])
+    truth = torch.randn(40), torch.randn(60)
+    for one in model:
+        nn.init.zeros_(one.weight)
+
+    def step(number):
+        at = torch.randint(40, (256,)), torch.randint(60, (256,))
+        optimizer.zero_grad()
+        wanted = torch.bernoulli((truth[0][at[0]] + truth[1][at[1]]).sigmoid())
+        F.binary_cross_entropy_with_logits((person(at[0]) + item(at[1]))[:, 0], wanted).backward()
+
+    optimizer = torch.optim.Adam(model.parameters(), 3e-2)
+    assert watched(model, optimizer, step, tmp_path, 60).name != "symmetric_units"
+
+
+def test_a_sum_that_is_negative_says_nothing_of_the_likelihood_in_it(tmp_path):
+    def loss(model, x, y):
+        scores = torch.cat([model(x), torch.zeros_like(y)], 1)
+        likelihood = F.nll_loss((scores.softmax(1) + 1e-8).log(), (y[:, 0] > 0).long())
+        return likelihood - 3 * F.cosine_similarity(scores, scores + 1).mean()
+
+    assert regression(loss, tmp_path).name != "nll_of_scores"

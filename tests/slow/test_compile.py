@@ -479,3 +479,15 @@ def test_a_function_that_was_compiled_before_the_watch_is_compiled_once(tmp_path
     record = gaff.load(tmp_path / "run")
     assert any("a function was compiled" in one for one in record.notes)
     assert [one for one in record.scalars if one.startswith("loss")] == ["loss:loss"]
+
+
+def test_a_reset_of_the_compiler_inside_a_watch_leaves_nothing_behind(tmp_path):
+    torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(2))
+    call = nn.Sequential.__call__
+    model = nn.Sequential(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run"):
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        torch._dynamo.reset()
+    assert nn.Sequential.__call__ is call

@@ -360,3 +360,12 @@ def test_an_edit_of_it_leaves_what_an_earlier_hook_of_the_user_holds():
     with gaff.edit(net, {"1": edits.scale(2.0)}), gaff.edit(net, {"1:outer_grad": edits.zero()}):
         net(x).sum().backward()
     torch.testing.assert_close(kept["hidden"], 2 * net[1](net[0](x)))
+
+
+@pytest.mark.parametrize("beside", [gaff.capture, lambda net, site: gaff.edit(net, {site: edits.scale(1.0)})])
+def test_a_value_is_kept_behind_views_of_both_kinds(beside):
+    net, x = _layers()
+    with gaff.capture(net, "1:outer_grad") as got, beside(net, "2:grad_input"):
+        with gaff.capture(net, "2:input", graph=True) as kept:
+            (net(x).sum() + 10 * kept["2:input"].sum()).backward()
+    torch.testing.assert_close(got["1:outer_grad"], net[2].weight.sum(0).expand(3, 6))
