@@ -713,3 +713,32 @@ def test_a_sum_that_is_negative_says_nothing_of_the_likelihood_in_it(tmp_path):
         return likelihood - 3 * F.cosine_similarity(scores, scores + 1).mean()
 
     assert regression(loss, tmp_path).name != "nll_of_scores"
+
+
+def test_a_layer_that_was_replaced_and_is_in_a_variable_yet_is_no_model_that_is_not_trained(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)), torch.randn(64, 6)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    old = model[2]
+    model[2] = nn.Linear(16, 3)
+
+    def step(number):
+        optimizer.zero_grad()
+        model[2].zero_grad()
+        F.cross_entropy(model(x), x[:, :3].argmax(1)).backward()
+
+    told = watched(model, optimizer, step, tmp_path)
+    assert told.name == "not_owned", told
+    assert old.weight.grad is None
+
+
+def test_constant_labels_are_no_scale_for_the_first_loss(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)), torch.randn(64, 6)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+
+    def step(number):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), torch.ones(64, dtype=torch.long)).backward()
+
+    assert watched(model, optimizer, step, tmp_path, 100).name == "labels_constant"

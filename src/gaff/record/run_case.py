@@ -121,7 +121,7 @@ class RunCase:
             return False
         name, curve = self.loss
         if self.reach is None:
-            return curve.start > 1000 * self.guess.get(name, math.inf)
+            return curve.start > 1000 * (self.guess.get(name) or math.inf)  # labels all alike: guessing is no scale
         farthest = max(map(abs, self.reach))
         return curve.start > max(100 * self.guess.get(name, math.inf), 25 * farthest, 25 * farthest**2, 25.0)
 

@@ -131,8 +131,13 @@ def not_owned(sample: Sample, past: Past) -> Iterator[Hit]:
     hides=("no_gradient", "never_updated", "update_small"),
 )
 def never_trained(sample: Sample, past: Past) -> Iterator[Hit]:
-    """``.grad`` of all parameters of a model is None whenever its optimizer steps, without a closure. Certain."""
-    for model, held in stepped(sample).items():
+    """``.grad`` of all parameters of a model is None whenever its optimizer steps, without a closure. Certain. Not of
+    what is never called beside another model that is trained, as a layer that was replaced and is in a variable yet."""
+    trained = stepped(sample)
+    has_other = any(one.has_grad for held in trained.values() for _, one in held)
+    for model, held in trained.items():
+        if has_other and not any(one.was_called for _, one in held):
+            continue
         if (
             model not in past.trained
             and all(not one.has_grad for _, one in held)
@@ -156,11 +161,14 @@ def no_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
     it has not changed either, as what is trained in turn has. Certain.
 
     What was not called is left out in a model with a router: ``dead_experts`` tells of experts that are never chosen;
-    so are the poolers of encoders of transformers, which few losses use.
+    so are the poolers of encoders of transformers, which few losses use, and what was replaced by a layer that is in no
+    optimizer, of which ``not_owned`` tells.
     """
     routed = {model for model, _ in sample.loads}
+    called = {key[0] for key, one in sample.parameters.items() if one.was_called}
+    is_replaced = any(one.optimizer is None and one.has_grad for one in sample.parameters.values())
     for key, one in sample.parameters.items():
-        is_left_out = not one.was_called and key[0] in routed
+        is_left_out = not one.was_called and (key[0] in routed or (is_replaced and key[0] not in called))
         if is_left_out or key in past.moved or "pooler" in path_of(key[1]).split("."):
             continue
         moved = sample.of(key, "update")
