@@ -314,7 +314,7 @@ def _notes(
         told.append("no optimizer's step came for long: the first runs were looked at, then no more")
     elif not has_steps:
         told.append("no optimizer that is watched made a step: all runs count as one step, and its loss is their mean")
-    is_unseen = compiler.is_loaded() and not any(model.has_run for model in models.all)
+    is_unseen = compiler.has_compiled() and not any(model.has_run for model in models.all)
     if calls.has_compiled_function or (is_unseen and models.all and has_steps):
         told.append("a function was compiled: modules were not looked at, only parameters, gradients and losses")
     for model in models.all:
