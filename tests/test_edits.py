@@ -531,3 +531,36 @@ def test_a_subclass_that_cannot_be_measured_is_refused():
         pytest.raises(gaff.PlanError, match="a MaskedTensor does not have"),
     ):
         model(torch.randn(4, 6))
+
+
+@pytest.mark.parametrize("edit", [edits.add, edits.project, lambda one: edits.replace(one.expand(1, WIDTH))])
+def test_a_constant_is_as_it_is_now_however_it_was_written_to(edit):
+    learnt = nn.Parameter(torch.eye(WIDTH)[0])
+    optimizer = torch.optim.SGD([learnt], 1.0, fused=True)
+    model, x = nn.Identity(), torch.ones(1, WIDTH, dtype=torch.bfloat16)
+    with gaff.edit(model, {":output": edit(learnt.detach())}):
+        model(x)
+        learnt.grad = torch.eye(WIDTH)[0] - torch.eye(WIDTH)[1]
+        optimizer.step()  # past the version counter
+        fused = model(x)
+        learnt.data.copy_(torch.eye(WIDTH)[2])
+        written = model(x)
+    for number, got in ((1, fused), (2, written)):
+        with gaff.edit(model, {":output": edit(torch.eye(WIDTH)[number])}):
+            assert torch.equal(got, model(x))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+def test_clip_of_a_single_number_in_half_precision():
+    model = Scaled()
+    with gaff.edit(model, {"scale:grad": edits.clip(0.5)}):
+        model(torch.tensor(3.0)).backward()
+    assert (model.scale.grad, model.scale.grad.dtype) == (0.5, torch.bfloat16)

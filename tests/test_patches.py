@@ -460,3 +460,10 @@ def test_rows_in_another_order_get_their_own_values_whatever_lies_inside(order):
         want = torch.stack([want[row] if row in order else ours[row] for row in range(3)])
         with torch.no_grad(), gaff.edit(model, {":output": edits.at(keep.rows(order), edit)}):
             assert torch.equal(model(corrupt), want), number
+
+
+def test_a_source_that_lies_in_the_callers_memory_is_as_it_was_when_it_passed():
+    model, x = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True), nn.Linear(4, 4)), torch.randn(3, 4)
+    expected = model[2](x.clone())
+    with gaff.edit(model, {"2:input": edits.patch(source="0")}):
+        assert torch.equal(model(x), expected)

@@ -1,6 +1,6 @@
 // The frame: what can be seen, which run, keys, light and dark, and following a run that goes on.
 
-import { h, select } from "./dom";
+import { drawToPrint, h, select } from "./dom";
 import { fill, forget } from "./kept";
 import { fetchHead, follow, offline, served, type Source } from "./source";
 import { read, type Route, write } from "./state";
@@ -258,6 +258,7 @@ export function start(views: Views): void {
   }
   known = views[head.kind]!;
   source = head.live ? served(head) : offline(head);
+  addEventListener("beforeprint", drawToPrint);
   addEventListener("hashchange", () => void draw());
   addEventListener("click", (event) => {
     const link = own === null ? null : (event.target as Element).closest('a[href^="#/"]');

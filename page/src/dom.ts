@@ -122,3 +122,24 @@ function selectAll(element: HTMLElement): void {
   getSelection()?.removeAllRanges();
   getSelection()?.addRange(range);
 }
+
+/** Calls ``draw`` once: before an element comes into sight, or before it is printed. Gives what ends the waiting. */
+export function whenSeen(element: Element, draw: () => void, margin = "0px"): () => void {
+  const end = () => {
+    watching.disconnect();
+    element.removeEventListener("printed", once);
+  };
+  const once = () => {
+    end();
+    draw();
+  };
+  const watching = new IntersectionObserver((entries) => entries.some((one) => one.isIntersecting) && once(), { rootMargin: margin });
+  watching.observe(element);
+  element.addEventListener("printed", once);
+  return end;
+}
+
+/** Draws what still waits to come into sight: paper shows everything. */
+export function drawToPrint(): void {
+  for (const one of document.querySelectorAll("figure")) one.dispatchEvent(new Event("printed"));
+}

@@ -2,7 +2,7 @@
 
 import uPlot from "uplot";
 import { LINES } from "./color";
-import { h } from "./dom";
+import { h, whenSeen } from "./dom";
 import { number } from "./format";
 import { type Kept, keep } from "./kept";
 
@@ -93,7 +93,7 @@ class LineChart implements Kept<Chart> {
   private body = h("div", { class: "plot", tabindex: 0 });
   private plot: uPlot | null = null;
   private isDrawn = false; // it has come into sight
-  private watching: IntersectionObserver;
+  private endWaiting: () => void;
   private sizes: ResizeObserver;
 
   constructor(private given: Chart) {
@@ -104,8 +104,7 @@ class LineChart implements Kept<Chart> {
     this.body.setAttribute("role", "img");
     this.body.addEventListener("keydown", (event) => this.onKey(event));
     this.tell(null);
-    this.watching = new IntersectionObserver((entries) => entries.some((one) => one.isIntersecting) && this.draw(), { rootMargin: "300px" });
-    this.watching.observe(this.element); // it is drawn before it comes into sight
+    this.endWaiting = whenSeen(this.element, () => this.draw(), "300px");
     this.sizes = new ResizeObserver(() => {
       const width = Math.max(200, this.body.clientWidth);
       if (this.plot && this.element.isConnected && width !== this.plot.width) this.plot.setSize({ width, height: this.height });
@@ -133,7 +132,7 @@ class LineChart implements Kept<Chart> {
   }
 
   close(): void {
-    this.watching.disconnect();
+    this.endWaiting();
     this.sizes.disconnect();
     this.plot?.destroy();
   }
@@ -153,7 +152,6 @@ class LineChart implements Kept<Chart> {
   }
 
   private draw(): void {
-    this.watching.disconnect();
     this.describe();
     this.isDrawn = true;
     this.body.replaceChildren();

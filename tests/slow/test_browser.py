@@ -356,6 +356,17 @@ def test_pictures_are_drawn(browser, pages):
     tab.check(allowed=("file://",))
 
 
+def test_paper_shows_the_charts_that_nobody_scrolled_to(browser, pages):
+    tab = Tab(browser, pages["training"], size=(1000, 300))
+    tab.go("#/site?site=conv")
+    waiting = "() => [...document.querySelectorAll('figure.chart .plot')].filter((one) => !one.firstChild).length"
+    assert tab.page.evaluate(waiting) > 0
+    tab.page.emulate_media(media="print")
+    tab.page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+    tab.until(f"() => ({waiting})() === 0")
+    tab.check(allowed=("file://",))
+
+
 def test_a_notebook_shows_the_page_in_a_frame(browser, folder):
     trace = gaff.trace(Net(), torch.rand(1, 1, 6, 6), pictures=True)
     (folder / "book.html").write_text(f"<!doctype html><p>cell</p>{trace.page()}")

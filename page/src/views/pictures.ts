@@ -1,7 +1,7 @@
 // Tensors as pictures: feature maps, attention, tokens by channels, class activations over the photo.
 
 import { RAMP_256, SIGNED_256 } from "../color";
-import { filter, h, select } from "../dom";
+import { filter, h, select, whenSeen } from "../dom";
 import { matches, number } from "../format";
 import type { Picture, Trace } from "../types";
 import type { Page, View } from "../view";
@@ -70,14 +70,11 @@ export async function cards(page: Page, chosen: Picture[]): Promise<HTMLElement[
       h("figcaption", {}, h("b", {}, one.site || "the model"), ` ${one.title}`, one.kind === "image" ? null : h("span", { class: "quiet" }, ` ${one.shape.join("x")}, ${range}`)),
     );
     const under = one.over === null ? undefined : trace.pictures[one.over];
-    const observer = new IntersectionObserver((entries) => {
-      if (!entries.some((entry) => entry.isIntersecting)) return;
-      observer.disconnect();
+    whenSeen(figure, () => {
       draw(page, canvas, one, under)
         .then((grid) => fit(canvas, Math.min(420, 48 * grid.tiles + 200)))
         .catch((error: unknown) => figure.append(h("p", { class: "verdict error" }, String(error))));
     });
-    observer.observe(figure);
     return figure;
   });
 }

@@ -107,16 +107,17 @@ def version_of(tensor: Tensor) -> int:
 class Mark:
     """What a tensor held at one moment, by which it is told later whether somebody wrote to it.
 
-    That is its version; in inference mode, where torch counts none, a copy of its bits.
+    That is its version; in inference mode, where torch counts none, or where ``by_bits`` asks for what cannot be hidden
+    by writes that go past torch, a copy of its bits.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, *, by_bits: bool = False) -> None:
         self._version = version_of(tensor)
-        is_kept = self._version == -1 and elements.is_plain(tensor)
+        is_kept = (by_bits or self._version == -1) and elements.is_plain(tensor)
         self._bits = unseen(elements.words, tensor).clone() if is_kept else None
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Whether that tensor was written to since; waits for its device in inference mode, where bits are compared."""
+        """Whether that tensor was written to since; waits for its device where bits are compared."""
         if self._bits is None:
             return version_of(tensor) != self._version
         now = unseen(elements.words, tensor)

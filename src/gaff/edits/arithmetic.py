@@ -1,9 +1,9 @@
 """Edits that compute: scale, add, fill, clamp, clip, noise, project, reverse, stop, quantize.
 
 Each is a frozen value with ``change(tensor, event)``. Constants are brought to the device and dtype of what passes, and
-kept there (``_known``) until another is needed or they are written to. ``is_pure``, ``uses_event`` and ``keeps_zero``
-are explained at ``Edit``. A device is waited for only where a
-constant is brought to it, or the basis of a projection made.
+kept there (``_known``) until they are needed in another form or have other bits. ``is_pure``, ``uses_event`` and
+``keeps_zero`` are explained at ``Edit``. A device is waited for only where a constant is brought to it, or the basis of
+a projection made.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.compat import elements, memory, modes
-from gaff.edits.event import Event, generator, like, number, remember
+from gaff.compat import elements, modes
+from gaff.edits.event import Event, Known, generator, like, number
 from gaff.errors import PlanError
 
 
@@ -27,7 +27,7 @@ class Scale:
     factor: float | Tensor
     is_pure = True
     uses_event = False  # of which run or call
-    _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _known: Known = field(default_factory=Known, init=False, repr=False)
 
     @property
     def keeps_zero(self) -> bool:
@@ -54,7 +54,7 @@ class Add:
     strength: float = 1.0
     is_pure = True
     uses_event = False
-    _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _known: Known = field(default_factory=Known, init=False, repr=False)
 
     @property
     def acts_on_parts(self) -> bool:
@@ -184,7 +184,7 @@ class Project:
     dim: int = -1
     is_pure = True
     uses_event = False
-    _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _known: Known = field(default_factory=Known, init=False, repr=False)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """The rest, or the part, by two products with an orthonormal basis, in the precision of what passes or better.
@@ -199,14 +199,13 @@ class Project:
     def _basis(self, tensor: Tensor) -> Tensor:
         """The orthonormal basis ``[rank, width]`` as the tensor needs it, in float32 or more; made again after a write.
 
-        Directions that are trained are decomposed at every event, since their gradient flows through the decomposition,
-        and so are those of inference mode, in which nobody counts writes.
+        Directions that are trained are decomposed at every event, since their gradient flows through the decomposition.
         """
         given, work = torch.atleast_2d(self.directions), wide(tensor)
-        if given.requires_grad or self.directions.is_inference():
+        if given.requires_grad:
             return like(orthonormal(given), tensor, dtype=work)
-        key = (tensor.device, work, memory.version_of(self.directions))
-        return remember(self._known, key, lambda: like(orthonormal(given), tensor, dtype=work))
+        form = tensor.device, work
+        return self._known.of(self.directions, form, lambda: like(orthonormal(given), tensor, dtype=work))
 
 
 @dataclass(frozen=True, eq=False)
@@ -350,7 +349,7 @@ def clipped(tensor: Tensor, norm: float | Tensor, dims: tuple[int, ...] | None, 
     work, exact = wide(tensor), torch.complex128 if tensor.is_complex() else torch.float64
     total = torch.linalg.vector_norm(tensor, dim=dims, keepdim=keeps, dtype=exact)
     factor = torch.where(total.isfinite(), (norm / (total + 1e-6)).clamp(max=1.0), 1.0)
-    if work == tensor.dtype or (tensor.is_cpu and not factor.dim()):  # a number beside a tensor keeps its precision
+    if work == tensor.dtype or (tensor.is_cpu and tensor.dim() and not factor.dim()):  # beside a tensor, a number
         return tensor * factor.to(work)
     return (tensor.to(work) * factor.to(work)).to(tensor.dtype)
 

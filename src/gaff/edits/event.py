@@ -183,15 +183,13 @@ def logical(value: Tensor) -> Tensor:
     return value if placement is None else whole_of(value, placement)
 
 
-def like(
-    value: Tensor, tensor: Tensor, known: dict[Any, Tensor] | None = None, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    """``value`` on the device and in the dtype of ``tensor``, or ``dtype``; converted once, if it is not written to.
+def like(value: Tensor, tensor: Tensor, known: Known | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+    """``value`` on the device and in the dtype of ``tensor``, or ``dtype``; converted once, while it has the same bits.
 
     Of a tensor that is spread over processes ``value`` is the whole, or broadcast to it: this process takes its part.
     ``known`` is the edit's own memory for the converted constant. One that is trained is converted at every event, with
-    its gradient, and so is one of inference mode, in which nobody counts writes. Raises PlanError where the conversion
-    would lose something, such as a fraction or an imaginary part.
+    its gradient, and so is one that is not on the CPU, where a look at its bits would wait for the device. Raises
+    PlanError where the conversion would lose something, such as a fraction or an imaginary part.
     """
     if distributed.is_spread(tensor) and not distributed.is_spread(value):
         return distributed.part_of(like(value, distributed.local_of(tensor), dtype=dtype), tensor)
@@ -199,10 +197,9 @@ def like(
     if value.device == tensor.device and value.dtype == wanted:
         return value
     _need_cast(value, wanted)
-    if known is None or value.requires_grad or value.is_inference():
+    if known is None or value.requires_grad or not (value.is_cpu and elements.is_plain(value)):
         return _converted(value, tensor.device, wanted)
-    key = (tensor.device, wanted, memory.version_of(value))
-    return remember(known, key, lambda: _converted(value, tensor.device, wanted))
+    return known.of(value, (tensor.device, wanted), lambda: _converted(value, tensor.device, wanted))
 
 
 def number(what: str, value: float, tensor: Tensor) -> float:
@@ -295,15 +292,25 @@ def _out_of_range(given: torch.dtype, passing: torch.dtype) -> str:
     return f"a constant of {given} holds numbers that {passing} has not, which passes"
 
 
-def remember(known: dict[Any, Tensor], key: Any, make: Callable[[], Tensor]) -> Tensor:
-    """What ``make`` gives, made once for a key, as an ordinary tensor that no mode and no checkpoint has seen.
+class Known:
+    """What an edit has made of a constant, until it is needed in another form or the constant is written to.
 
-    Made in inference mode it could not be saved for a later backward, and a selective checkpoint would count its
-    operations in the first pass and miss them in the recomputation. ``known`` holds one entry: another key takes its
-    place.
+    On the CPU its bits are compared, since fused optimizers, ``.data`` and NumPy write past torch's count; elsewhere
+    that would wait for the device, and the count is what tells.
     """
-    if key not in known:
-        known.clear()
+
+    def __init__(self) -> None:
+        self._held: tuple[Any, memory.Mark, Tensor] | None = None
+
+    def of(self, constant: Tensor, form: Any, make: Callable[[], Tensor]) -> Tensor:
+        """What ``make`` gives in a form, made once, as an ordinary tensor that no mode and no checkpoint has seen.
+
+        Made in inference mode it could not be saved for a later backward, and a selective checkpoint would count its
+        operations in the first pass and miss them in the recomputation.
+        """
+        held = self._held  # read once: another thread may be here
         with torch.inference_mode(False), torch.no_grad(), modes.outside_modes():
-            known[key] = make()
-    return known[key]
+            if held is None or held[0] != form or held[1].is_written(constant):
+                held = form, memory.Mark(constant, by_bits=constant.is_cpu), make()
+                self._held = held
+        return held[2]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gaff.address.grammar import NAMED, parse_single
 from gaff.address.nested import shape_text as _text
-from gaff.edits.event import Event, generator, like, logical
+from gaff.edits.event import Event, Known, generator, like, logical
 from gaff.errors import PlanError
 from gaff.keep import whole_numbers
 
@@ -38,7 +38,7 @@ class Replace:
     value: Tensor
     is_pure = True
     uses_event = False
-    _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _known: Known = field(default_factory=Known, init=False, repr=False)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """A copy of the value, on the device and in the dtype of the tensor. Raises PlanError where shapes differ."""

@@ -46,7 +46,7 @@ class PatchSource(Stream):
         """``meshes``: of processes that share the model, where each may hold a part of what passes."""
         self.site = site
         self._meshes = meshes
-        self.keeper = Keeper(Options(graph=not detach), None)
+        self.keeper = Keeper(Options(graph=not detach), None, is_apart=True)
         self._detach = detach
         self._values: dict[int, dict[int, Held]] = {}
         self._again: dict[int, tuple[Held, bool]] = {}  # by thread: what a recomputation is given instead
