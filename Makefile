@@ -4,6 +4,7 @@ VENV := .venv
 PEERS := .venv-peers
 COMPARED := baukit captum nnsight pyvene torchlens torchvision transformer_lens
 RUN := $(VENV)/bin/python
+SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 TWO := -n 2 --dist loadgroup
 SETUP := pyproject.toml constraints.txt
 RANKS := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2
@@ -136,8 +137,9 @@ $(VENV)/.ready: $(SETUP)
 	$(RUN) -m gaff.training.statistics.kernel || true  # without a compiler plain torch counts the same
 	touch $@
 
-$(PEERS)/.ready: $(SETUP)
+$(PEERS)/.ready: $(VENV)/.ready  # stands on the other: what that has is not installed again
 	$(PYTHON) -m venv $(PEERS)
+	$(RUN) $(SITE) > $$($(PEERS)/bin/python $(SITE))/stands_on.pth
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch -e ".[dev,peers]"
 	touch $@
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import inside
 from gaff.compat.compiler import has_asked_to_compile, has_compiled
+from shares import is_due
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's
 settings.load_profile("untimed")
@@ -56,14 +57,29 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config, items):
-    """With ``--inside`` those tests are left out that mean something else there; tests/inside.py has each reason."""
+    """With ``--inside`` those tests are left out that mean something else there; tests/inside.py has each reason.
+
+    Of these, and of the cases of slow tests, a share is run where one is asked for.
+    """
     where = config.getoption("--inside")
     others = [item for item in items if where is not None and inside.why(item.nodeid, where) is not None]
+    others += [item for item in items if (where is not None or _is_slow_case(item)) and not is_due(_case(item))]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
     for item in items:
         if shared := _shared_by_its_file(item):
             item.add_marker(pytest.mark.xdist_group(shared))
+
+
+def _is_slow_case(item):
+    """Whether a slow test has more cases than this one."""
+    return hasattr(item, "callspec") and item.get_closest_marker("slow") is not None
+
+
+def _case(item):
+    """A name for a case: that of the fixture which all its tests share, where that is made once for each."""
+    shared = _shared_by_its_file(item)
+    return shared if "-" in shared else item.nodeid
 
 
 def _shared_by_its_file(item):

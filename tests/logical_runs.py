@@ -1,6 +1,5 @@
 """Edits of a model that lies on several processes, and what they make of it: for ``slow/test_logical_tensor.py``."""
 
-import os
 from functools import cache
 
 import torch
@@ -188,17 +187,13 @@ def outcome(model, site, name):
     return {key: None if one is None else one.detach().clone() for key, one in found.items()}
 
 
-SHARE = int(os.environ.get("SHARE", "1"))  # every so many of the edits in each mode, others in the next, as CI does
-
-
 def every():
     """Modes of checkpointing, sites and edits."""
-    for number, mode in enumerate((None, "other", "reentrant")):
-        pairs = [(site, name) for site in SITES for name in EDITS]
-        for place, (site, name) in enumerate(pairs):
+    for mode in (None, "other", "reentrant"):
+        for site, name in ((site, name) for site in SITES for name in EDITS):
             is_of_weights = name in ONLY_VALUES and SITES[site] == SITES["b.fc.weight:grad"]
             is_too_early = name == "patch same run" and (site not in FROM_BEFORE or mode == "reentrant")
-            if not (is_of_weights or is_too_early) and (place + number) % SHARE == 0:
+            if not (is_of_weights or is_too_early):
                 yield mode, site, name
 
 

@@ -564,3 +564,37 @@ def test_clip_of_a_single_number_in_half_precision():
     with gaff.edit(model, {"scale:grad": edits.clip(0.5)}):
         model(torch.tensor(3.0)).backward()
     assert (model.scale.grad, model.scale.grad.dtype) == (0.5, torch.bfloat16)
+
+
+class Force(nn.Module):
+    """Returns what its energy's gradient by its input is, or adds a loss of its own, which goes past its output."""
+
+    def __init__(self, *, is_local):
+        super().__init__()
+        self.energy, self.is_local = nn.Linear(WIDTH, 1), is_local
+
+    def forward(self, x):
+        energy = self.energy(x).tanh().sum()
+        if self.is_local:
+            energy.backward(retain_graph=True)
+            return self.energy(x)
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.parametrize("edit", [edits.scale(2.0), edits.stop()], ids=["scale", "stop"])
+def test_a_pass_that_a_forward_runs_itself_is_no_part_of_its_share(is_local, edit):
+    def outcome(model, x):
+        y = model(x)
+        y.square().sum().backward()
+        return y, model[0].bias.grad
+
+    x, by_hand = torch.randn(3, WIDTH), 2.0 if edit.__class__.__name__ == "Scale" else 0.0
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Force(is_local=is_local))
+    hooked = copy.deepcopy(model)
+    hooked[1].register_full_backward_hook(lambda module, got, given: (got[0] * by_hand,))
+    true = outcome(hooked, x)
+    with gaff.edit(model, {"1:grad_input": edit}) as changed, gaff.capture(model, "1:grad_input") as got:
+        assert all(map(torch.equal, outcome(model, x), true))
+    assert [row.hits for row in changed.receipt.rows] == [1]
+    assert len(got.all("1:grad_input")) == 1

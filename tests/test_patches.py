@@ -185,10 +185,10 @@ def test_the_source_is_what_passed_also_where_it_is_overwritten(model):
         with gaff.capture(model, "h.3", clone=True) as seen:
             model(x, in_place=True)
     assert torch.equal(seen["h.3"], got["h.1"])
-    inner = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True), nn.Identity())
+    inner, given = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True), nn.Identity()), torch.randn(3)
+    passed = given.clone()
     with gaff.edit(inner, {"2": edits.patch(source="0:input")}):
-        with pytest.raises(gaff.ExactnessError, match=r"2: 0:input: its memory was changed in place after the capture"):
-            inner(torch.randn(3))
+        assert torch.equal(inner(given), passed)
 
 
 class Loop(nn.Module):

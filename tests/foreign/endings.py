@@ -385,6 +385,8 @@ def every(folder):
         if signal.getsignal(number) == signal.SIG_IGN:  # as a job in the background inherits it, and would sleep on
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     train(1, tell=lambda *_, **__: None)  # the first step imports more than torch itself
+    gc.collect()
+    gc.freeze()  # or each child would copy all of that memory, to look through it as it ends
     told = {"quiet": True, "plain": False, "every": 1}
     ended = {}
     for name in sys.argv[3:] or ENDINGS:

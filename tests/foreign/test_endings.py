@@ -20,10 +20,12 @@ STOPS = "the record is not written any further, training goes on"
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """The folder in which every ending has left what it printed, and how it ended, bare and watched."""
+def ended(tmp_path_factory, request):
+    """The folder in which every ending that is asked for has left what it printed, and how it ended, bare and watched."""
     folder = tmp_path_factory.mktemp("endings")
-    subprocess.run([sys.executable, PROGRAM, "--every", str(folder)], env=ENVIRONMENT, check=True, timeout=1200)
+    wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
+    command = [sys.executable, PROGRAM, "--every", str(folder), *wanted]
+    subprocess.run(command, env=ENVIRONMENT, check=True, timeout=1200)
     return folder
 
 

@@ -156,15 +156,25 @@ def test_a_compiled_step_is_skipped_too(fused):
     assert handle.audit.skipped == 1
 
 
+class Around(nn.Module):
+    """Torch's own layers alone would not be compiled."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
 @pytest.mark.parametrize("how", ["model", "blocks"])
 def test_inductor_tells_the_same_numbers_though_it_uses_memory_again(how, tmp_path):
     found = {}
     for is_compiled in (False, True):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 2))
-        net.train()
-        run = net
+        layers = nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)
+        run = net = nn.Sequential(*map(Around, layers)).train()
         if is_compiled and how == "model":
             run = torch.compile(net, fullgraph=True)
         for block in net if is_compiled and how == "blocks" else ():

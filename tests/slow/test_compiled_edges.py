@@ -6,11 +6,13 @@ import itertools
 import pickle
 import sys
 import types
+from functools import partial
 from threading import Thread
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._higher_order_ops import scan
 from torch._higher_order_ops.map import map as control_map
 from torch.utils.checkpoint import checkpoint
@@ -1004,3 +1006,52 @@ def test_what_stands_as_a_forward_goes_with_its_session_whoever_closes_first(ope
             sessions[at].__exit__(None, None, None)
         assert "forward" not in vars(model[1])
         assert torch.equal(model(x), model[0](x).tanh())
+
+
+class Mine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x).relu()
+
+
+LAYERS = {
+    "container": lambda: nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.LayerNorm(6), nn.Linear(6, 4)),
+    "nested": lambda: type("Own", (nn.Sequential,), {})(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4))),
+    "encoder": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+    "around the user's": lambda: nn.Sequential(Mine(), nn.ReLU(), Mine()),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_of_torch_that_compile_nothing_by_themselves_run_as_they_do_without_gaff(kind, tmp_path):
+    def trained(opened, *, is_compiled=True):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        model, x = LAYERS[kind](), torch.randn(3, 5, 4)
+        if is_compiled:
+            model.compile(backend="aot_eager")
+        with opened(model) as session:
+            losses = []
+            for _ in range(2):
+                losses.append(model(x).square().mean())
+                losses[-1].backward()
+        return session, counters["stats"]["unique_graphs"], [*losses, *(one.grad for one in model.parameters())]
+
+    def captured(model):
+        return gaff.capture(model, "**", "**:grad_output")
+
+    _, graphs, bare = trained(lambda model: contextlib.nullcontext())
+    truth, *_ = trained(captured, is_compiled=False)
+    watch = partial(gaff.watch, every=1, out=tmp_path / "run")
+    edit = {"0" if kind != "encoder" else "linear1": edits.scale(1.0)}
+    for opened in (captured, watch, lambda model: gaff.edit(model, edit), gaff.guard):
+        session, made_, numbers = trained(opened)
+        assert made_ == graphs
+        assert all(map(torch.equal, numbers, bare))
+        if opened is captured:
+            for site in truth:
+                torch.testing.assert_close(session.run(1)[site], truth.run(1)[site], rtol=0, atol=0)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -68,6 +68,22 @@ def leave_uncompiled(*functions: Callable[..., Any]) -> None:
 
     for function in functions:
         skip_code(function.__code__)
+
+
+def left_alone(forward: Any) -> Any:
+    """``forward`` by another name where Dynamo runs it as it is when it comes upon it first, else itself.
+
+    That is how it treats torch's own layers: ``nn.Sequential(...).compile()`` compiles only what lies in the container.
+    Of those that have hooks it compiles what is called ``forward``, which a program without these hooks never sees.
+    """
+    from torch._dynamo import trace_rules
+
+    if not isinstance(forward, FunctionType) or not trace_rules.check(forward.__code__):
+        return forward
+    code = forward.__code__.replace(co_name=f"{forward.__qualname__} as it is")
+    made = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
 
 
 def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,46 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 Place = tuple[Any, str, Callable[[Any], Any]]  # a class or module, the name in it, what makes ours of what is there
-
-
-class Replacements:
-    """While open: ours stand at ``places``. One object for all sessions of the process, which are counted.
-
-    What was there is put back by the last one that leaves, unless somebody has put another over ours since.
-    """
-
-    def __init__(self, *places: Place) -> None:
-        self._places: Sequence[Place] = places
-        self._lock = threading.Lock()
-        self._holders = 0
-        self._before: list[tuple[Any, str, Any, Any]] = []
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._holders += 1
-            if self._holders == 1:
-                for owner, name, make in self._places:
-                    own = vars(owner).get(name)
-                    ours = make(getattr(owner, name))
-                    self._before.append((owner, name, own, ours))
-                    setattr(owner, name, ours)
-
-    def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._holders -= 1
-            while not self._holders and self._before:
-                owner, name, own, ours = self._before.pop()
-                if vars(owner).get(name) is not ours:
-                    continue  # somebody has put another over it
-                if own is None:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, own)
 
 
 class Held:
@@ -79,3 +44,30 @@ class Held:
             if self._holders == 0 and self._held is not None:
                 self._held.__exit__(None, None, None)
                 self._held = None
+
+
+class Replacements(Held):
+    """While open: ours stand at ``places``. One object for all sessions of the process, which are counted.
+
+    What was there is put back by the last one that leaves, unless somebody has put another over ours since.
+    """
+
+    def __init__(self, *places: Place) -> None:
+        super().__init__(lambda: _replaced(places))
+
+
+@contextmanager
+def _replaced(places: Sequence[Place]) -> Iterator[None]:
+    before = []
+    for owner, name, make in places:
+        ours = make(getattr(owner, name))
+        before.append((owner, name, vars(owner).get(name), ours))
+        setattr(owner, name, ours)
+    yield
+    for owner, name, own, ours in reversed(before):
+        if vars(owner).get(name) is not ours:
+            continue  # somebody has put another over it
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

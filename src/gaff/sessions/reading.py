@@ -168,7 +168,8 @@ class Reading:
             if not isinstance(value, Tensor):
                 inside = [f"{_keyed(group, key)!r}" for key, _ in iter_tensors(value)]
                 remedy = f"say which, such as {inside[0]}" if inside else "expected a tensor of each site"
-                raise SiteError(f"{group.name!r} cannot be stacked, its value is {_what(value)}: {remedy}")
+                what = "None" if value is None else f"a {describe(value)}"
+                raise SiteError(f"{group.name!r} cannot be stacked, its value is {what}: {remedy}")
             found.append((group.name, value))
         if not found:
             raise SiteError("stack was given no address: expected got.stack('h.*'), addresses or modules")
@@ -438,11 +439,6 @@ def _keyed(group: Group, key: Key) -> str:
     """The address of one tensor inside the value of a site."""
     site = group.site
     return f"{group.name}{print_key(key)}" if site is None else str(replace(site, key=(*site.key, *key)))
-
-
-def _what(value: Any) -> str:
-    """What a value is that is no tensor, for a message: ``None``, ``a tuple of 2``."""
-    return "None" if value is None else f"a {describe(value)}"
 
 
 def _few(names: Sequence[str]) -> str:

@@ -227,4 +227,6 @@ def _remark(output: Any, tensor: Tensor, args: Any) -> str:
 
 def _marks(edit: Any) -> list[tuple[Tensor, memory.Mark]]:
     """What a projection was made ready from, and what it held, which a compiled graph does not make again."""
-    return [(one, memory.Mark(one)) for one in tensors_of(edit)] if isinstance(edit, Project) else []
+    return (
+        [(one, memory.Mark(one, by_bits=one.is_cpu)) for one in tensors_of(edit)] if isinstance(edit, Project) else []
+    )

@@ -70,7 +70,10 @@ def changes_output(module: nn.Module) -> bool:
     Such an edit acts after the forward, where its hook does, so that the forward must leave telling to the hooks. Also
     asked while Dynamo compiles, and of sessions that were opened in whatever order.
     """
-    return any(getattr(hook, "changes_output", False) for hook in module._forward_hooks.values())
+    for hook in module._forward_hooks.values():  # noqa: SIM110  # a generator is a frame, which Dynamo would come upon
+        if getattr(hook, "changes_output", False):
+            return True
+    return False
 
 
 def calls_exits(module: nn.Module) -> bool:
@@ -90,17 +93,19 @@ def _with_exits(kind: Any) -> Any:
     """The forward of a class, with the hooks at the module's exit called as part of it.
 
     Each class has code of its own, since torch keeps a limited number of compiled variants of each code; and it sees
-    the globals of the forward that it stands for, by which torch guards what that forward names.
+    the globals of the forward that it stands for, by which torch guards what that forward names. What Dynamo would not
+    compile by itself (see ``left_alone``) it leaves alone here, too.
     """
-    type_of, read = type, getattr  # which names of the user's own may hide
+    known, alone = kind.forward, compiler.left_alone(kind.forward)
+    type_of, read, is_changed = type, getattr, changes_output  # which names of the user's own may hide
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Compiled by Dynamo. The hooks are those in torch's own table, which it guards; they leave this to here."""
-        output = type_of(self).forward(self, *args, **kwargs)
+        whole = type_of(self).forward
+        output = (alone if whole is known else whole)(self, *args, **kwargs)
         hook: Any
-        for hook in self._forward_hooks.values():
-            if read(hook, "changes_output", False):
-                return output
+        if is_changed(self):
+            return output
         for hook in self._forward_hooks.values():
             inner = read(hook, "at_forward", None)
             if inner is not None:
@@ -115,6 +120,7 @@ def _with_exits(kind: Any) -> Any:
     functools.update_wrapper(made, kind.forward, ("__module__", "__qualname__", "__doc__", "__annotations__"))
     for mark in [name for name in vars(made) if name.startswith("_torchdynamo")]:
         delattr(made, mark)  # it was compiled by its class, and Dynamo would inline the original instead of this
+    compiler.leave_uncompiled(changes_output, *([] if alone is known else [made]))
     return made
 
 

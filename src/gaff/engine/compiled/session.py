@@ -209,15 +209,12 @@ def _kind_of_edit(edit: Any) -> str:
         return f"{type(edit).__name__} {list(map(_kind_of_edit, edit))}"
     if is_dataclass(edit):
         held = [(one, getattr(edit, one.name)) for one in fields(edit) if one.init]
-        told = [_kind_of_edit(value) for one, value in held if not ("float" in str(one.type) and _is_number(value))]
+        parts = [value for one, value in held if not ("float" in str(one.type) and isinstance(value, (int, float)))]
+        told = [_kind_of_edit(value) for value in parts]
         return f"{type(edit).__name__} {told}"
     if isinstance(edit, Tensor):
         return f"{edit.dtype} {tuple(edit.shape)}"
     return repr(edit) if isinstance(edit, (int, str, slice, NoneType)) else type(edit).__name__
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
 
 
 class CompiledHooks(AbstractContextManager["CompiledHooks"]):

@@ -71,10 +71,9 @@ def _ops() -> Any:
 
 @cache
 def _leave_uncompiled(kind: type[Receiver]) -> None:
-    """Keep Dynamo from compiling a hook's own frame where the code around it is not compiled."""
-    call: Any = getattr(kind, "__call__", None)  # noqa: B004  # its function, where it is a hook itself
-    if hasattr(call, "__code__"):
-        compiler.leave_uncompiled(call)
+    """Keep Dynamo from compiling a hook's own frames where the code around it is not compiled."""
+    called: list[Any] = [getattr(kind, name, None) for name in ("__call__", "exit")]
+    compiler.leave_uncompiled(*(one for one in called if hasattr(one, "__code__")))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

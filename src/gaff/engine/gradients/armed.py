@@ -191,14 +191,20 @@ class ArmedShare(ArmedView):
     """On the view of its input that a module was given, so that its own share can be edited.
 
     If the module wrote into that view, a hook on the autograd node before the input brings the share instead
-    (``follow``).
+    (``follow``). While ``is_inside``, the forward has not returned: what arrives is of a pass that it runs itself, as
+    for forces, and no part of what comes back by its output.
     """
 
-    __slots__ = ("total",)
+    __slots__ = ("is_inside", "total")
 
-    def __init__(self, stream: Stream, run: Run, call: int, tensor: Tensor) -> None:
+    def __init__(self, stream: Stream, run: Run, call: int, tensor: Tensor, *, is_inside: bool) -> None:
         super().__init__(stream, run, call, tensor)
+        self.is_inside = is_inside
         self.total: Any = None  # the handle of a hook that looks whether all of the share passes that node
+
+    def deliver(self, gradient: Tensor) -> Any:
+        """Tell the stream, unless the module's own forward differentiates by its input."""
+        return None if self.is_inside else super().deliver(gradient)
 
     def follow(self, handle: Any) -> None:
         """Hear of the share at a node, whose hook ``handle`` is of: the module wrote into its input."""

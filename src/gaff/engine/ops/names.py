@@ -106,11 +106,7 @@ def opened(func: Any) -> Callable[..., Any] | None:
     """
     if getattr(func, "__globals__", None) is not vars(F):
         return None
-    names = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
+    names = {name: lambda *args: False for name in func.__globals__ if name.startswith("has_torch_function")}
     copy = FunctionType(func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
-
-
-def _no(*args: Any) -> bool:
-    return False
