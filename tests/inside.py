@@ -153,6 +153,7 @@ SHARDED = {
     "test_an_edit_inside_a_parametrisation_is_refused_where_torch_keeps_what_that_makes": PARTS,
     "test_a_part_that_is_torchscript_is_left_out_and_the_rest_is_told": "torch shards no TorchScript",
     "test_a_parameter_that_is_frozen_when_the_session_opens_is_heard_of_once_it_is_not": PARTS,
+    "test_clip_of_a_single_number_in_half_precision": "FSDP2 shards no single numbers",
     "test_jit_trace_is_refused": "torch traces no sharded module",
     "test_parameters_stay_where_they_are": PARTS,
     "test_an_edit_of_an_output_leaves_the_dict_that_the_module_keeps": PARTS,

@@ -293,3 +293,31 @@ def test_padding_in_the_loss_of_a_language_model(tmp_path):
 
     assert told_of(False, tmp_path / "plain").name == "padding_in_loss"
     assert told_of(True, tmp_path / "masked").name not in ("padding_in_loss", "padding_attended", "mask_inverted")
+
+
+class Reused(nn.Module):
+    """One rectifier in two places, with other numbers of units; the second is dead."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(8, 16), nn.Linear(16, 12), nn.Linear(12, 2)
+        self.act = nn.ReLU()
+        nn.init.constant_(self.second.bias, -100.0)
+
+    def forward(self, x):
+        return self.head(self.act(self.second(self.act(self.first(x)))))
+
+
+def test_a_module_in_two_places_is_not_judged_by_the_units_of_one(tmp_path):
+    torch.manual_seed(0)
+    model = Reused()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1) as watch:
+        for _ in range(12):
+            x = torch.randn(16, 8)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), (x[:, 0] > 0).long()).backward()
+            optimizer.step()
+    told = {finding.rule: finding for finding in watch.findings}
+    assert not any(finding.site == "act" and finding.rule in ("no_signal", "dead_units") for finding in watch.findings)
+    assert told["output_constant"].site == ":output"

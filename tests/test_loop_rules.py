@@ -934,7 +934,7 @@ def test_copies_that_are_trained_one_after_the_other_are_judged_together(tmp_pat
 
     verdict = told(tmp_path, train)[1].verdict
     assert verdict.state == "healthy", verdict
-    assert "for the first of 50 models, one after the other, and from about" in str(verdict)
+    assert "for the first of 50 trainings, one after the other, and from about" in str(verdict)
 
 
 @pytest.mark.parametrize("how", ["sum over count", "stacked", "dot over weights", "added"])

@@ -61,6 +61,15 @@ def test_every_output_against_every_target(tmp_path):
     assert all(not hasattr(getattr(F, name), "__wrapped__") for name in LOSSES if name != "cross_entropy")
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_quantiles_that_are_compared_within_an_example_are_no_fault(tmp_path):
+    def loss_of(model, x, y):
+        quantiles = model(x).expand(-1, 5) * torch.linspace(0.5, 1.5, 5)
+        return F.smooth_l1_loss(quantiles[:, :, None], y[:, None, :].expand(-1, 1, 4), reduction="none").mean()
+
+    assert regression(loss_of, tmp_path).name != "broadcast"
+
+
 BY_HAND = {
     "rms": lambda away, y: away.square().mean().sqrt(),
     "norm": lambda away, y: away.norm(),

@@ -501,3 +501,25 @@ def test_a_reset_of_the_compiler_inside_a_watch_leaves_nothing_behind(tmp_path):
         optimizer.step()
         torch._dynamo.reset()
     assert nn.Sequential.__call__ is call
+
+
+@pytest.mark.parametrize("stance", ["fail_on_recompile", "eager_on_recompile"])
+def test_a_program_that_forbids_to_compile_anew_is_not_looked_into(stance, tmp_path):
+    calls = []
+
+    def backend(graph, inputs):
+        return lambda *given: calls.append(1) or graph.forward(*given)
+
+    net, x = Block(), torch.randn(3, 4)
+    compiled = torch.compile(net, backend=backend)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    compiled(x)
+    with torch.compiler.set_stance(stance), gaff.watch(compiled, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(3):
+            optimizer.zero_grad()
+            compiled(x).square().mean().backward()
+            optimizer.step()
+    assert len(calls) == 4
+    record = gaff.load(tmp_path / "run")
+    assert any(f"not looked at while torch.compiler.set_stance('{stance}') was in force" in one for one in record.notes)
+    assert "lin.weight:grad" in record.sites

@@ -33,6 +33,7 @@ Key = tuple[int | str, ...]
 _MOST_DEPTHS = 4  # of ** in one pattern: each multiplies the ways in which a path can match
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_BARE = re.compile(r"[^\W\d]\w*")
 _SEGMENT = re.compile(r"`(?:[^`]|``)+`|[A-Za-z0-9_*?-]+")
 _ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}|[nrt\\])")
 _CLASS = re.compile(r"<([^<>]+)>")
@@ -127,7 +128,7 @@ Address = Site | Pattern
 
 def print_key(key: Key) -> str:
     """A key as an address has it: ``("state", 0, "a b")`` as ``[state][0]['a b']``; the empty key as empty text."""
-    return "".join(f"[{part}]" if isinstance(part, int) or _is_bare(part) else f"[{part!r}]" for part in key)
+    return "".join(f"[{part}]" if isinstance(part, int) or _BARE.fullmatch(part) else f"[{part!r}]" for part in key)
 
 
 @lru_cache(maxsize=4096)
@@ -338,10 +339,6 @@ def _print_tail(address: Address, head: str) -> str:
     if address.port != OUTPUT or address.key or not (head or text):
         text += f":{address.port}"
     return text + print_key(address.key)
-
-
-def _is_bare(part: str) -> bool:
-    return re.fullmatch(r"[^\W\d]\w*", part) is not None
 
 
 @lru_cache(maxsize=4096)

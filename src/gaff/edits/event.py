@@ -299,8 +299,7 @@ class Known:
     that would wait for the device, and the count is what tells.
     """
 
-    def __init__(self) -> None:
-        self._held: tuple[Any, memory.Mark, Tensor] | None = None
+    _held: tuple[Any, memory.Mark, Tensor] | None = None
 
     def of(self, constant: Tensor, form: Any, make: Callable[[], Tensor]) -> Tensor:
         """What ``make`` gives in a form, made once, as an ordinary tensor that no mode and no checkpoint has seen.

@@ -133,7 +133,8 @@ def _put(place: Part | Heads, whole: Tensor, part: Tensor) -> Tensor:
         new.unflatten(-1, (place.count, -1))[..., list(place.index), :] = part
         return new
     at: list[Any] = [slice(None)] * whole.dim()
-    at[place.dim] = [place.index] if isinstance(place.index, int) else _plain(place.index)
+    index: Any = place.index  # in a list: a tuple would mean several dimensions
+    at[place.dim] = [index] if isinstance(index, int) else list(index) if isinstance(index, tuple) else index
     new[tuple(at)] = part
     return new
 
@@ -313,8 +314,3 @@ def _count(number: Any) -> int:
     if isinstance(number, bool) or operator.index(number) < 0:
         raise ValueError
     return operator.index(number)
-
-
-def _plain(index: Any) -> Any:
-    """A tuple as the list that indexing takes for chosen elements; a tuple would mean several dimensions."""
-    return list(index) if isinstance(index, tuple) else index

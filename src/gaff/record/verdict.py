@@ -160,12 +160,12 @@ def _of_evaluations(case: RunCase, curve: Any) -> str:
 
 
 def _of_successors(case: RunCase) -> str:
-    """What became of the models that were trained after the first, to be added to what is told of its loss."""
+    """What became of the trainings that came after the first, of this or another model, as words to be added."""
     later = case.successors
     if not later:
         return ""
     ends = f"from about {later[-1].first:.4g} to {later[-1].last:.4g} for the last"
-    return f", for the first of {len(later) + 1} models, one after the other, and {ends}"
+    return f", for the first of {len(later) + 1} trainings, one after the other, and {ends}"
 
 
 def _judged(case: RunCase) -> str:

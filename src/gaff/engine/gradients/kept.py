@@ -113,17 +113,14 @@ def _inside(value: Any) -> Iterable[Any]:
         return gc.get_referents(value)  # its variables, which its frame would keep once it was asked for them
     if isinstance(value, nn.Module):
         return [*_own(value), *value._modules.values()]
-    slots = [name for kind in type(value).__mro__ for name in _names_of(kind.__dict__.get("__slots__", ()))]
+    told = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
+    slots = [name for names in told for name in ((names,) if isinstance(names, str) else names)]
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
 
 
 def _ends(values: Any) -> list[Any]:
     """The first of many values, and the last of them, which were added last."""
     return [*islice(values, _SOME), *(islice(reversed(values), _SOME) if len(values) > _SOME else ())]
-
-
-def _names_of(slots: Any) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
 
 
 def _is_filled(cell: CellType) -> bool:

@@ -86,7 +86,7 @@ class LimitNorm(Change):
 
     def __init__(self, most: float) -> None:
         super().__init__()
-        self.why_not = f"no gradient norm was above {most:g}"
+        self.why_not = f"no norm of gradients was above {most:g} as the optimizer stepped, after what the script clips"
         self._most = most
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -61,7 +61,7 @@ def loss_sign(sample: Sample, past: Past) -> Iterator[Hit]:
 def broadcast(sample: Sample, past: Past) -> Iterator[Hit]:
     """mse_loss, l1_loss, smooth_l1_loss or huber_loss that is given shapes which broadcast to a larger one, or a loss
     by hand that is the mean or sum of squares or absolute values of a difference of [batch, batch] which was made of
-    [batch, 1] or [batch]. Certain."""
+    [batch, 1] or [batch]. Not pairs within an example, as of quantiles or of points. Certain."""
     spread = sample.facts.get("spread")
     if spread and spread["made"][0] == sample.facts.get("batch"):
         told = f"the loss {spread['loss']!r} takes targets from outputs of shape {list(spread['output'])}"
@@ -70,7 +70,8 @@ def broadcast(sample: Sample, past: Past) -> Iterator[Hit]:
         return
     for one in sample.facts.get("targets", ()):
         shapes = one["output"], one["shape"]
-        if one["function"] in _PAIRWISE and shapes[0] != shapes[1] and _joined_size(*shapes) > max(map(_size, shapes)):
+        is_joined = shapes[0] != shapes[1] and _joined_size(*shapes) > max(map(_size, shapes))
+        if one["function"] in _PAIRWISE and is_joined and not _pairs_inside(*shapes):
             told = (
                 f"{one['function']} is given outputs of shape {list(shapes[0])} and targets of shape {list(shapes[1])}"
             )
@@ -277,6 +278,11 @@ def _size(shape: tuple[int, ...]) -> int:
     for one in shape:
         size *= one
     return size
+
+
+def _pairs_inside(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether two shapes have their first dimension, that of the examples, in common, and broadcast inside of it."""
+    return len(one) == len(other) and one[:1] == other[:1] != (1,)
 
 
 def _joined_size(one: tuple[int, ...], other: tuple[int, ...]) -> int:

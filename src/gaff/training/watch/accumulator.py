@@ -59,6 +59,7 @@ class Accumulator:
         self._room: dict[torch.device, list[Tensor]] = {}
         self._no_units: dict[tuple[torch.device, int], Tensor] = {}  # tables before the first input, by width
         self.units: dict[Key, Tensor] = {}
+        self._unlike: set[Key] = set()  # of calls whose units are not the same ones
         self.inputs: dict[Key, int] = {}  # values of each unit that its table has seen
         self.shares: dict[tuple[str, Key], tuple[Any, int]] = {}  # sums and what to divide them by
         self.notes: set[str] = set()
@@ -77,12 +78,17 @@ class Accumulator:
     def observe_units(self, key: Key, tensor: Tensor, count: int, inner: int) -> None:
         """Add the first inputs of a batch to the table of the units of ``key``: 16,384 elements at most, or one input.
 
-        ``count`` and ``inner`` are those of ``models.units_of``. A table for another number of units is begun anew.
+        ``count`` and ``inner`` are those of ``models.units_of``. Of what had another number of units before, as a
+        module that is used in several places, nothing is told: the numbers would be those of one place.
         """
         each = tensor[0].numel()
         some = tensor[: max(1, _UNITS // each)]
         table = self.units.get(key)
-        if table is None or table.shape[1] != count:
+        if key in self._unlike or (table is not None and table.shape[1] != count):
+            self._unlike.add(key)
+            self.units.pop(key, None)
+            return
+        if table is None:
             table = self.units[key] = self._new_table(tensor.device, count)
         self.inputs[key] = self.inputs.get(key, 0) + some.numel() // (count * inner) * inner
         self._ops(tensor.device).observe_units_(some, table, inner)

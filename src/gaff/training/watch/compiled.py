@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from gaff.engine.compiled.hooks import LookHooks
 
 
+_STRICT = ("fail_on_recompile", "eager_on_recompile", "eager_then_compile", "aot_eager_then_compile")
+
+
 class InsideCompiled:
     """Hooks in the compiled code of watched models; ``listener`` is told of every module in it that returns.
 
@@ -31,6 +34,15 @@ class InsideCompiled:
         self._listener = listener
         self._looks: dict[str, LookHooks] = {}  # by name of the model
 
+    def _is_forbidden(self) -> bool:
+        """Whether the program forbids that code is compiled anew, or leaves it eager then; noted."""
+        stance = compiler.stance()
+        is_strict = stance in _STRICT
+        note = f"compiled code was not looked at while torch.compiler.set_stance({stance!r}) was in force"
+        if is_strict and note not in self._models.missed:
+            self._models.missed.append(note)
+        return is_strict
+
     def is_needed(self) -> bool:
         """Whether a model is compiled: then global hooks must stay off, or its code would be compiled with them."""
         return any(model.is_compiled for model in self._models.all)
@@ -41,7 +53,7 @@ class InsideCompiled:
         They stay on for as long as a step is looked at, and not for a forward alone: a checkpoint runs the same code
         again in the backward pass, and needs the same compiled graph for it.
         """
-        if not self.is_needed() or not compiler.traces_gradient_hooks():
+        if not self.is_needed() or not compiler.traces_gradient_hooks() or (is_on and self._is_forbidden()):
             return
         looks = self._looks.get(model.name)
         if looks is None:
