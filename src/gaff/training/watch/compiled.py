@@ -38,7 +38,7 @@ class InsideCompiled:
         """Whether the program forbids that code is compiled anew, or leaves it eager then; noted."""
         stance = compiler.stance()
         is_strict = stance in _STRICT
-        note = f"compiled code was not looked at while torch.compiler.set_stance({stance!r}) was in force"
+        note = f"compiled code was not looked at while the program's stance to compile was {stance!r}"
         if is_strict and note not in self._models.missed:
             self._models.missed.append(note)
         return is_strict
