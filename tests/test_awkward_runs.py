@@ -144,7 +144,7 @@ def test_a_head_on_a_frozen_encoder_is_one_more_model(tmp_path, is_under_no_grad
     record = gaff.load(tmp_path / "run")
     assert len(record.scalar("loss").values) == 100
     assert len(record.scalar("loss#2").values) == 100
-    assert "for the first of 2 models" in str(record.verdict)
+    assert "for the first of 2 trainings" in str(record.verdict)
 
 
 def test_a_dropout_that_is_a_function_is_told_as_a_module_is(tmp_path):
