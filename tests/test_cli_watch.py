@@ -1,12 +1,17 @@
 """``gaff watch`` and ``gaff report``: what they refuse, what they print."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from dataclasses import fields
 
 import pytest
+import torch
+from torch import nn
 
+import gaff
 from gaff.cli import main, parser_of
 from gaff.cli.launch import make_folder
 from gaff.errors import RecordError
@@ -224,3 +229,24 @@ def test_a_kernel_of_no_known_name_is_told_before_the_command_starts(tmp_path, c
     assert main(["watch", "--out", str(tmp_path / "run"), sys.executable, "-c", "print(1)"]) == 1
     assert "GAFF_KERNEL='foo': expected one of native, plain, avx512" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("encoding", "is_plain"), [("cp1252", True), ("ascii", True), ("utf-8", False)])
+def test_where_an_encoding_has_no_boxes_the_report_is_plain(encoding, is_plain, tmp_path):
+    from gaff.cli.printing import has_boxes
+
+    with open(tmp_path / "out", "w", encoding=encoding) as stream:
+        assert has_boxes(stream) is not is_plain
+    record = tmp_path / "run"
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=record, every=1):
+        for _ in range(3):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    environment = {**os.environ, "PYTHONUTF8": "0", "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "gaff", "report", str(record)]
+    told = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120).stdout
+    assert b"\\u25" not in told
+    assert ("\u2588".encode() in told) is not is_plain

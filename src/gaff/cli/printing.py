@@ -70,6 +70,15 @@ def terminal_width(stream: Any = None) -> int | None:
     return shutil.get_terminal_size().columns if stream is not None and stream.isatty() else None
 
 
+def has_boxes(stream: Any) -> bool:
+    """Whether a stream's encoding has the characters of boxes and curves; cp1252, of pipes on Windows, has not."""
+    try:
+        "┌─█".encode(getattr(stream, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
 def show(text: str, *, stream: Any = None) -> None:
     """Print a text for people, in colours where it goes to a terminal, the package rich is there, and none forbids it.
 

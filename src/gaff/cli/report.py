@@ -6,6 +6,7 @@ Needs no torch; the pages need numpy. A run may be read while it goes on. Of a h
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     if options.live:
         _check_combination(options)
         return _live(options)
-    from gaff.cli.printing import print_data, print_text, show
+    from gaff.cli.printing import has_boxes, print_data, print_text, show
     from gaff.inspection.saved import load
     from gaff.record.run import Record
     from gaff.views import run_text
@@ -69,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
         print_data(told[0] if len(told) == 1 else told)
         return 0
     for record in records:
-        text = printable(run_text.report(record, plain=options.plain, most=10**6 if options.all else None))
+        plain = options.plain or not has_boxes(sys.stdout)
+        text = printable(run_text.report(record, plain=plain, most=10**6 if options.all else None))
         (print_text if options.plain else show)(text)
     return 0
 

@@ -7,10 +7,12 @@ help. This file reads and checks them, and ``gaff.cli.launch`` runs the command.
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING, Any
 
 from gaff.cli.options import add_ascii, add_debug
 from gaff.cli.parser import did_you_mean, number, whole
+from gaff.cli.printing import has_boxes
 from gaff.errors import PlanError
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         force=options.force,
         live=options.live,
         quiet=options.quiet,
-        plain=options.plain,
+        plain=options.plain or not has_boxes(sys.stderr),
     )
 
 
