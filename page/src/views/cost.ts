@@ -22,7 +22,7 @@ interface Measure {
 export const MEASURES: Record<string, Measure> = {
   time: { title: "time", own: (row) => row.time_s, isWhole: true, text: duration },
   flops: { title: "FLOPs", own: (row) => row.flops, isWhole: true, text: count },
-  memory: { title: "memory of outputs", own: (row) => row.memory_bytes, isWhole: false, text: bytes },
+  memory: { title: "size of outputs", own: (row) => row.memory_bytes, isWhole: false, text: bytes },
   parameters: { title: "parameters", own: (row) => row.parameters, isWhole: false, text: count },
 };
 

@@ -128,7 +128,7 @@ function totals(trace: Trace): HTMLElement {
     ["memory of parameters", bytes(size)],
     ["FLOPs", flops ? count(flops) : ""],
     ["multiply-adds", flops ? count(flops / 2) : ""],
-    ["memory of outputs", bytes(activations)],
+    ["size of outputs, those in place too", bytes(activations)],
     ["time", duration(sum((row) => row.time_s))],
     ["device", trace.device],
   ];
