@@ -718,3 +718,19 @@ def test_numbers_that_are_not_finite_are_told_and_what_there_is_none_of_is_missi
     assert np.isnan(cube.highest["adam_rms"][row]).all()
     assert np.isnan(cube.latest["momentum"][row]).all()
     assert document([record]).head["runs"][0]["about"]["ends"] == {"loss:loss": "nan"}
+
+
+def test_the_page_is_as_sure_as_the_verdict(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 3.0)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(60):
+            x = torch.randn(32, 8)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+            optimizer.step()
+    verdict = gaff.load(tmp_path / "run").verdict
+    assert (verdict.state, verdict.certainty) == ("wrong", "likely")
+    told = document([gaff.load(tmp_path / "run")]).head["runs"][0]["about"]["state"]
+    assert told == str(verdict).partition(":")[0] == "wrong, probably"

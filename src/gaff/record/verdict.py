@@ -56,13 +56,18 @@ class Verdict:
     experiments: tuple[str, ...] = ()
     certainty: str = ""
 
+    @property
+    def told_state(self) -> str:
+        """The state in words, with how sure that is: ``healthy``, ``wrong``, ``wrong, probably`` ..."""
+        return f"{self.state}{', probably' if self.certainty == 'likely' else ''}"
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
         return asdict(self)
 
     def __str__(self) -> str:
         since = f", since step {self.since}" if self.since is not None else ""
-        return f"{self.state}{', probably' if self.certainty == 'likely' else ''}: {self.cause}{since}"
+        return f"{self.told_state}: {self.cause}{since}"
 
 
 STOPPED = "the run was stopped by Ctrl-C"

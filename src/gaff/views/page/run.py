@@ -172,7 +172,7 @@ def _about(record: Record, rank: int) -> dict[str, Any]:
     """The verdict in its parts, and the run in a few facts; ``evaluated``: name, step and loss of each evaluation."""
     verdict, told = record.verdict, summary_of(record, rank)
     return {
-        "state": verdict.state,
+        "state": verdict.told_state,
         "cause": verdict.cause,
         "rule": verdict.name,
         "evidence": list(verdict.evidence),
