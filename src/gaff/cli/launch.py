@@ -280,6 +280,7 @@ def _why_none(folder: Path) -> str:
         with suppress(OSError):
             probe.unlink(missing_ok=True)
     return (
-        "nothing was watched: gaff saw no torch model being trained (in a Python that was started with -I, -E or -S it "
-        f"sees none); {folder} holds no record"
+        "nothing was watched: gaff saw no torch model being trained (it sees none in a process that was forked, as "
+        "multiprocessing does without set_start_method('spawn'), nor in a Python that was started with -I, -E or -S); "
+        f"{folder} holds no record"
     )
