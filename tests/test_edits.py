@@ -2,10 +2,12 @@
 
 import copy
 import math
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gaff
 from gaff import edits, keep
@@ -598,3 +600,62 @@ def test_a_pass_that_a_forward_runs_itself_is_no_part_of_its_share(is_local, edi
         assert all(map(torch.equal, outcome(model, x), true))
     assert [row.hits for row in changed.receipt.rows] == [1]
     assert len(got.all("1:grad_input")) == 1
+
+
+class Region(nn.Module):
+    """A forward that runs a pass of its own, in a checkpoint of a kind or in none."""
+
+    def __init__(self, kind, *, is_local):
+        super().__init__()
+        self.lin, self.force, self.kind = nn.Linear(WIDTH, WIDTH), Force(is_local=is_local), kind
+
+    def forward(self, x):
+        hidden = self.lin(x)
+        if self.kind is None:
+            return self.force(hidden)
+        return checkpoint(torch.enable_grad()(self.force.__call__), hidden, use_reentrant=self.kind)
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_pass_that_a_forward_runs_itself_in_a_checkpoint(is_local):
+    """What the edit adds is the same in a reentrant one. In another the pass would not be repeated, and is refused."""
+    plain, x = Region(None, is_local=is_local), torch.randn(3, WIDTH)
+    doubled = {"force:grad_input": edits.scale(2.0)}
+
+    def gradient(kind, edited):
+        model = copy.deepcopy(plain)
+        model.kind = kind
+        with gaff.edit(model, edited) if edited else nullcontext():
+            model(x).square().sum().backward()
+        return model.lin.bias.grad
+
+    added = [gradient(kind, doubled) - gradient(kind, {}) for kind in (None, True)]
+    assert added[0].abs().sum() > 0
+    torch.testing.assert_close(*added)
+    with pytest.raises(gaff.ExactnessError, match="acts on a backward pass inside a checkpoint"):
+        gradient(False, doubled)
+
+
+class Left(nn.Module):
+    def forward(self, x):
+        self.kept = x * 3
+        raise ValueError("left")
+
+
+class Leaving(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin, self.left = nn.Linear(WIDTH, WIDTH), Left()
+
+    def forward(self, x):
+        hidden = self.lin(x)
+        with suppress(ValueError):
+            self.left(hidden)
+        return hidden + self.left.kept
+
+
+def test_the_share_of_a_module_that_was_left_by_an_exception_is_edited():
+    model = Leaving()
+    with gaff.edit(model, {"left:grad_input": edits.scale(2.0)}):
+        model(torch.randn(3, WIDTH)).sum().backward()
+    assert torch.equal(model.lin.bias.grad, torch.full((WIDTH,), 3 * (1 + 2 * 3.0)))

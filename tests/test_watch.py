@@ -643,13 +643,15 @@ def test_what_a_signal_handler_of_the_program_raises_reaches_the_program(every, 
     def stop(*_):
         raise TimeIsUp
 
+    gc.collect()  # Python itself loses what is raised while it calls back for something that dies: nothing may, here
     before = signal.signal(signal.SIGALRM, stop)
-    reached = 0
+    reached, alive = 0, []
     try:
         for trial in range(12):
             model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
             optimizer, x = sgd(model), torch.randn(8, 16)
             with gaff.watch(model, optimizer, every=every, out=tmp_path / str(trial)) as watch:
+                alive.append((model, optimizer, watch))
                 try:
                     signal.setitimer(signal.ITIMER_REAL, 0.02 + 0.0017 * trial)
                     end = time.monotonic() + 5

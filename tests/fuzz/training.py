@@ -81,11 +81,11 @@ def is_of_part(path: str, modules: dict[str, nn.Module]) -> bool:
 
 
 def series(record: Any, site: str, stat: str, is_spread: bool) -> list[tuple[int, float]]:
-    """Steps and values, put together of all ranks; where these share their rows, of the first."""
+    """Steps and values, put together of all ranks; where these share their rows or hold what only they have, of one."""
     try:
         found = record.series(site, stat, rank="all" if is_spread else record.ranks[0])
     except gaff.RecordError as error:
-        if "share rows" not in str(error):
+        if not any(words in str(error) for words in ("share rows", "these are no replicas of one tensor")):
             raise
         found = record.series(site, stat, rank=0)
     return list(zip(found.steps, found.values, strict=True))

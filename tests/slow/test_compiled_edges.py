@@ -1055,3 +1055,37 @@ def test_layers_of_torch_that_compile_nothing_by_themselves_run_as_they_do_witho
         if opened is captured:
             for site in truth:
                 torch.testing.assert_close(session.run(1)[site], truth.run(1)[site], rtol=0, atol=0)
+
+
+class DecoratedOutside(nn.Module):
+    """Its forward is compiled by a decorator that torch itself wrote."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    @torch.compile(backend="aot_eager")
+    def forward(self, x):
+        return self.inner(x).relu()
+
+
+def test_a_forward_that_was_decorated_stays_in_the_graph_of_what_is_compiled_around_it(tmp_path):
+    def trained(opened):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = nn.Sequential(DecoratedOutside(), nn.Tanh(), Mine()), torch.randn(3, 4)
+        around = Around(model)
+        around.compile(backend="aot_eager", fullgraph=True)
+        with opened(around) as session:
+            around(x).square().mean().backward()
+        return session, [one.grad for one in model.parameters()]
+
+    def captured(model):
+        return gaff.capture(model, "inner.0", "inner.0.inner:grad_output")
+
+    _, bare = trained(lambda model: contextlib.nullcontext())
+    for opened in (captured, partial(gaff.watch, every=1, out=tmp_path / "run")):
+        session, numbers = trained(opened)
+        assert all(map(torch.equal, numbers, bare))
+        if opened is captured:
+            assert session["inner.0"].shape == session["inner.0.inner:grad_output"].shape == (3, 4)

@@ -243,7 +243,7 @@ def _read_names(text: str) -> tuple[tuple[Name, ...], int]:
 def _name(raw: str, text: str) -> Name:
     """One name as it is written: in backticks (a doubled one stands for itself) and so literal, or perhaps a glob."""
     if raw.startswith("`"):
-        name = _ESCAPE.sub(_unescape, raw[1:-1].replace("``", "`"))
+        name = _ESCAPE.sub(lambda one: str(ast.literal_eval(f"'{one[0]}'")), raw[1:-1].replace("``", "`"))
         if "." in name:
             raise SiteError(f"address {text!r} has a dot inside {raw}: expected one module name, no name holds a dot")
         return Name(name, is_glob=False)
@@ -319,11 +319,6 @@ def _print_name(name: str) -> str:
         return name
     shown = (one if one.isprintable() and one != "\\" else repr(one)[1:-1] for one in name)
     return "`" + "".join(shown).replace("`", "``") + "`"
-
-
-def _unescape(found: re.Match[str]) -> str:
-    """The character that an escape in a name stands for."""
-    return str(ast.literal_eval(f"'{found[0]}'"))
 
 
 def _print_tail(address: Address, head: str) -> str:

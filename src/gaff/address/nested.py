@@ -259,15 +259,11 @@ def put(value: Any, key: Key, new: Tensor, after: list[Callable[[], object]] | N
             except TypeError:
                 pass  # a container that cannot be made anew
             else:
-                if after is not None and (isinstance(value, (list, MutableMapping)) or _is_written(value)):
+                is_settable = is_dataclass(value) and not getattr(value, "__dataclass_params__").frozen  # noqa: B009
+                if after is not None and (is_settable or isinstance(value, (list, MutableMapping))):
                     after.append(partial(_bring_back, value, made, _items(made)))
                 return made
     raise PlanError(f"a {type(value).__name__} cannot be given another tensor at {print_key(key)}: edit it elsewhere")
-
-
-def _is_written(value: Any) -> bool:
-    """Whether ``value`` is a dataclass whose fields may be set."""
-    return is_dataclass(value) and not getattr(value, "__dataclass_params__").frozen  # noqa: B009  # typeshed lacks it
 
 
 def _items(container: Any) -> dict[Any, Any]:

@@ -250,11 +250,6 @@ def is_container(module: nn.Module) -> bool:
     return getattr(type(module), "forward", None) is unset and "forward" not in module.__dict__
 
 
-def _has_values(module: nn.Module) -> bool:
-    """Whether a pattern finds a module: it is called, or was, and an exported graph cannot tell it any more."""
-    return not is_container(module) or bool(getattr(module, "why_untold", ""))
-
-
 def iter_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
     """Path, module and chain of every module, root first, every name of a shared module; wrappers skipped.
 
@@ -353,7 +348,9 @@ def _find_pattern(model: nn.Module, pattern: Pattern, is_edit: bool) -> list[Fou
         found = [
             Found(_site(pattern, path), module, chain)
             for path, module, chain in _match(unwrap(model), pattern.names, "", ())
-            if path and has_class(module, pattern.cls) and _has_values(module)
+            if path and has_class(module, pattern.cls)
+            # it is called, or was, and an exported graph cannot tell it any more
+            if not (is_container(module) and not getattr(module, "why_untold", ""))
         ]
     if not found:
         raise SiteError(_no_match(model, pattern))

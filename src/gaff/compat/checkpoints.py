@@ -187,6 +187,11 @@ def has_saved_hooks() -> bool:
     return saved_hooks(True) is not None
 
 
+def is_first_pass() -> bool:
+    """Whether what runs now will run again, in a non-reentrant checkpoint around it, or may, by what saves tensors."""
+    return has_saved_hooks() and not all(one.is_again for one in enclosing())
+
+
 def may_repeat() -> bool:
     """Whether a backward pass may run again what runs now: a checkpoint, or a custom Function, is around it.
 

@@ -78,7 +78,9 @@ def left_alone(forward: Any) -> Any:
     """
     from torch._dynamo import trace_rules
 
-    if not isinstance(forward, FunctionType) or not trace_rules.check(forward.__code__):
+    names = forward.__globals__ if isinstance(forward, FunctionType) else {}
+    is_torchs = str(names.get("__name__")).startswith(("torch.nn.", "torch.ao."))  # and no decorator's
+    if not is_torchs or not trace_rules.check(forward.__code__):
         return forward
     code = forward.__code__.replace(co_name=f"{forward.__qualname__} as it is")
     made = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)

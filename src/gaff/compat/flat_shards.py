@@ -20,7 +20,8 @@ FLAT = "the first FSDP lays parameters end to end and each process has a part of
 
 def handles_of(model: nn.Module) -> list[Any]:
     """What keeps the flat parameters of the units of ``model`` that are sharded."""
-    found = [getattr(module, "_handle", None) for module in model.modules() if _is_wrapper(module)]
+    names = ((module, [base.__name__ for base in type(module).__mro__]) for module in model.modules())
+    found = [getattr(module, "_handle", None) for module, bases in names if "FullyShardedDataParallel" in bases]
     return [one for one in found if one is not None and one.uses_sharded_strategy]
 
 
@@ -40,9 +41,8 @@ def flat_shards(parameters: Iterable[Tensor]) -> dict[int, Any]:
             for parameter in _held(one):
                 if id(parameter) in wanted:
                     group = one.process_group
-                    if id(group) not in meshes:
-                        meshes[id(group)] = _mesh_of(group, one.flat_param.device.type)
-                    found[id(parameter)] = meshes[id(group)]
+                    mesh = meshes.get(id(group)) or _mesh_of(group, one.flat_param.device.type)
+                    found[id(parameter)] = meshes[id(group)] = mesh
     return found
 
 
@@ -68,10 +68,6 @@ def place_of(model: nn.Module) -> dict[str, str]:
 
 def _held(handle: Any) -> list[Any]:
     return [handle.flat_param, *(handle.flat_param._params or ())]
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__)
 
 
 def _mesh_of(group: Any, device: str) -> Any:

@@ -159,7 +159,7 @@ class EditedSite(Stream):
         strength = self._strength(run, call)
         if strength is None:
             return None
-        if checkpoints.has_saved_hooks() and not all(one.is_again for one in checkpoints.enclosing()):
+        if checkpoints.is_first_pass():
             told = "it acts on a backward pass inside a checkpoint (use_reentrant=False), which computes again without"
             self.refuse(run, call, f"{told} it; expected use_reentrant=True, or no checkpoint around that pass")
         return self._apply(value, run, call, strength)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from gaff.compat import autograd, memory
+from gaff.compat import autograd, checkpoints, memory
 from gaff.compat.placements import ANY_PARTS, PARTS, Placement
 from gaff.engine.clock import Run
 from gaff.engine.gradients.reach import PassGraph
@@ -197,14 +197,22 @@ class ArmedShare(ArmedView):
 
     __slots__ = ("is_inside", "total")
 
-    def __init__(self, stream: Stream, run: Run, call: int, tensor: Tensor, *, is_inside: bool) -> None:
+    def __init__(self, stream: Stream, run: Run, call: int, tensor: Tensor) -> None:
         super().__init__(stream, run, call, tensor)
-        self.is_inside = is_inside
+        self.is_inside = True
         self.total: Any = None  # the handle of a hook that looks whether all of the share passes that node
 
     def deliver(self, gradient: Tensor) -> Any:
-        """Tell the stream, unless the module's own forward differentiates by its input."""
-        return None if self.is_inside else super().deliver(gradient)
+        """Tell the stream, unless the module's own forward differentiates by its input.
+
+        Of such a pass in a region that a checkpoint will compute again, after the module has returned, it is told, too:
+        an edit cannot be made there, and says so.
+        """
+        return None if self.is_inside and not checkpoints.is_first_pass() else super().deliver(gradient)
+
+    def left(self) -> None:
+        """The call of the module is over, by whatever way."""
+        self.is_inside = False
 
     def follow(self, handle: Any) -> None:
         """Hear of the share at a node, whose hook ``handle`` is of: the module wrote into its input."""

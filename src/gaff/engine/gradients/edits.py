@@ -54,9 +54,9 @@ class ShareChange(GradientArm):
         alias = view_for(INNER, tensor, (*place_of(self._site, self._node.module, crossing.call), places), self)
         tensor = INNER[alias].tensor
         edge, since = autograd.grad_edge_node(tensor), autograd.sequence_of(autograd.grad_edge_node(alias)[0])
-        # a recomputation may stop before the module returns, and is no place for a pass of its own
-        share = ArmedShare(self._stream, crossing.run, crossing.call, alias, is_inside=not crossing.is_again)
-        self._frame(crossing.run).notes[self] = (tensor, alias, edge, since, memory.version_of(tensor), share)
+        share, frame = ArmedShare(self._stream, crossing.run, crossing.call, alias), self._frame(crossing.run)
+        frame.at_leave.append(share.left)
+        frame.notes[self] = (tensor, alias, edge, since, memory.version_of(tensor), share)
         self._gradients.arm_share(alias, share)
         for key in places:  # one view for all of them: a module may ask whether they are one tensor
             value = put(value, key, alias)
@@ -72,7 +72,6 @@ class ShareChange(GradientArm):
         if noted is None:
             return
         tensor, alias, edge, since, version, share = noted
-        share.is_inside = False
         if memory.version_of(tensor) != version:
             if shows_elsewhere(tensor, given, alias):
                 share.refuse(WRITTEN)

@@ -18,7 +18,7 @@ from gaff.compat import checkpoints
 from gaff.compat.autograd import is_grad_enabled
 from gaff.compat.checkpoints import may_repeat
 from gaff.compat.memory import Mark
-from gaff.engine.clock import Clock, Frame, Run
+from gaff.engine.clock import Clock, Frame, Run, end_call
 from gaff.engine.crossing import Crossing
 from gaff.engine.node import Node
 from gaff.engine.ops.names import find_place
@@ -150,8 +150,7 @@ class OpEvent:
     def close(self) -> None:
         """The op is done, or has failed: drop its frame, with those of calls inside it that failed."""
         if self._frames is not None:
-            while self._frames and self._frames.pop().owner is not self.node:
-                pass
+            end_call(self._frames, self.node)
 
     def crossing(self, value: Any = None) -> Crossing | None:
         """That of the op's exit, made once, by ``value`` if known; None in a recomputation that nobody waits for.
