@@ -416,3 +416,28 @@ def test_a_nested_input_is_refused_when_the_norms_are_read():
     with pytest.raises(gaff.ExactnessError, match=r"the model: its input is a NestedTensor of torch.jagged: expected"):
         _ = norms.total
     assert model.weight.grad is not None
+
+
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_what_a_pass_for_chosen_inputs_leaves_out_has_no_norms_of_zero(how):
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2), nn.Linear(2, 2)), torch.randn(5, 4)
+
+    def norms_of(chosen, *patterns):
+        model.zero_grad()
+        with gaff.sample_norms(model, *patterns) as norms:
+            loss = model(x).pow(2).mean()
+            if how == "backward":
+                loss.backward(inputs=chosen)
+            else:
+                torch.autograd.grad(loss, chosen, allow_unused=True)
+        return norms.run(0)
+
+    for chosen in ([model[2].weight], [*model[2].parameters(), *model[3].parameters()], [model[0].bias]):
+        with pytest.raises(
+            gaff.ExactnessError, match="its gradient was not asked of the backward pass, which was for some"
+        ):
+            norms_of(chosen, "0", "2", "3")
+    every, later = norms_of(list(model.parameters()), "0", "2", "3"), norms_of([*model[2].parameters()], "2")
+    assert list(later) == ["2.weight", "2.bias"]
+    for name in later:
+        torch.testing.assert_close(later[name], every[name])

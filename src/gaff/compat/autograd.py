@@ -160,12 +160,18 @@ def roots_of_passes() -> list[Node]:
 
     Read from the frames of torch's own calls: a device has a thread of autograd's own, which does not show who called.
     """
-    found: list[Node] = []
-    for frame in sys._current_frames().values():
-        for inner in frames_from(frame):
-            if inner.f_code is _RUN_BACKWARD:
-                found += nodes_of(inner.f_locals["t_outputs"])
-    return found
+    return [node for one in _passes() for node in nodes_of(one["t_outputs"])]
+
+
+def chosen_inputs() -> list[set[int]]:
+    """Of each backward pass in progress that is for chosen ``inputs`` only, the identities of these."""
+    return [set(map(id, one["args"][3])) for one in _passes() if one["args"][3]]
+
+
+def _passes() -> list[dict[str, Any]]:
+    """The arguments of torch's own calls of its engine that are in progress."""
+    frames = (inner for frame in sys._current_frames().values() for inner in frames_from(frame))
+    return [frame.f_locals for frame in frames if frame.f_code is _RUN_BACKWARD]
 
 
 def nodes_of(outputs: Iterable[Any]) -> list[Node]:

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gaff.address.grammar import Site, nearest
 from gaff.address.resolve import Found, find_site, iter_modules, join, need_module, resolve
-from gaff.compat import distributed, elements, memory, modes
+from gaff.compat import autograd, distributed, elements, memory, modes
 from gaff.engine.session import Session
 from gaff.engine.streams import Stream
 from gaff.engine.taps import Tap
@@ -75,6 +75,7 @@ class SampleNorms:
         self._refused: dict[int, str] = {}
         self._has_gradient = False
         self._squares: dict[int, dict[str, Tensor]] = {}  # by run, by parameter: squared norms
+        self._left_out: dict[int, list[str]] = {}  # by run: parameters that its first pass was not for
         self._names = _group_parameters(self._layers)
         taps = [Tap(find_site(model, Site(port="input"))[0], _Part(self._see_batch), False)]
         for path in self._layers:
@@ -138,7 +139,7 @@ class SampleNorms:
         """Norms by parameter, ``[batch]`` each, of one run (None: of the only one).
 
         A parameter that got no gradient has norms of zero. Raises SiteError where there is no such run, ExactnessError
-        where it was refused.
+        where it was refused, or a parameter was left out by a backward pass for chosen ``inputs``.
         """
         if index is None and len(self.runs) == 1:
             [index] = self.runs
@@ -148,6 +149,11 @@ class SampleNorms:
             )
         if index in self._refused:
             raise ExactnessError(self._refused[index])
+        if lacking := [name for name in self._left_out.get(index, ()) if name not in self._squares[index]]:
+            raise ExactnessError(
+                f"{lacking[0]}: its gradient was not asked of the backward pass, which was for some inputs; expected "
+                "all that is followed, or sample_norms(model, patterns of layers whose parameters are asked for)"
+            )
         squares, factor = self._squares[index], self._sizes[index] if self._is_mean else 1
         like = next(iter(squares.values()))
         return {
@@ -212,8 +218,18 @@ class SampleNorms:
                 )
             else:
                 use.gradient = value.detach()
+                if run.index not in self._left_out:
+                    self._left_out[run.index] = [*self._find_left_out()]
         elif value is not None:
             self._refuse(run.index, f"{path}: {value}")
+
+    def _find_left_out(self) -> Iterator[str]:
+        """The parameters that a backward pass in progress does not compute, since it is for chosen inputs only."""
+        chosen = autograd.chosen_inputs()
+        for name, uses in self._names.items():
+            identities = {id(self._layers[path]._parameters[own]) for path, own in uses}
+            if any(not one & identities for one in chosen):
+                yield name
 
     def _see_total(self, value: Any, run: Any, call: int, name: str) -> None:
         """Measure a parameter whose gradient has come, in all runs that contribute to it.
