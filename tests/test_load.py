@@ -89,3 +89,10 @@ def test_records_and_addresses_open_without_torch(net, tmp_path):
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_folder_of_one_run_is_told_in_the_singular(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / f"part{ENDING}").touch()
+    with pytest.raises(RecordError, match=r"is a folder of 1 run: expected one of them, such as .*a"):
+        gaff.load(tmp_path)

@@ -79,12 +79,12 @@ def _modules_of_torch() -> Any:
 
 
 def need_module(model: object) -> None:
-    """Raises PlanError when ``model`` is no module, or TorchScript.
-
-    The commonest slip is to give the class, or the output.
-    """
+    """Raises PlanError when ``model`` is no module, or TorchScript. Commonly it is the class, or the output."""
     if not isinstance(model, _modules_of_torch().Module):
         what = f"the class {model.__name__}: make one first" if isinstance(model, type) else f"a {type(model).__name__}"
+        what += (
+            " that torch.compile made: give the model inside" if hasattr(model, "_torchdynamo_orig_callable") else ""
+        )
         raise PlanError(f"expected a model (torch.nn.Module), got {what}")
     if is_script(model):
         raise PlanError("the model is TorchScript, which takes no hooks: expected the model it was made from")

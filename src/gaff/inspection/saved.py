@@ -14,6 +14,7 @@ from gaff.inspection.saved_run import SavedRun
 from gaff.inspection.trace import Trace
 from gaff.record.flight import ENDING as RING
 from gaff.record.run import ENDING
+from gaff.views.text import counted
 
 if TYPE_CHECKING:
     from gaff.harvesting.store import Store
@@ -120,7 +121,9 @@ def _folder(path: Path) -> tuple[str, SavedRun | Store]:
     inside = [one for one in sorted(path.iterdir()) if one.is_dir() and any(one.glob(f"*{ENDING}"))]
     if inside and not any(path.glob(f"*{ENDING}")):
         names = ", ".join(str(one) for one in inside[:4]) + (" ..." if len(inside) > 4 else "")
-        raise RecordError(f"{str(path)!r} is a folder of {len(inside)} runs: expected one of them, such as {names}")
+        raise RecordError(
+            f"{str(path)!r} is a folder of {counted(len(inside), 'run')}: expected one of them, such as {names}"
+        )
     return "run", SavedRun(path)
 
 
