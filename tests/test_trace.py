@@ -285,6 +285,9 @@ def test_what_is_no_model_is_refused():
     for call in (gaff.capture, gaff.take, gaff.sites):
         with pytest.raises(gaff.PlanError, match="expected a model .* got the class Net: make one first"):
             call(Net, "conv")
+    twice = torch.compile(torch.compile(nn.Linear(2, 2), backend="eager"), backend="eager")
+    with pytest.raises(gaff.PlanError, match="got a function that torch.compile made: give the model inside"):
+        gaff.capture(twice, "*")
     with pytest.raises(gaff.PlanError, match="got a Tensor"):
         gaff.trace(torch.ones(1), torch.ones(1))
 

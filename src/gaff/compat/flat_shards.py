@@ -33,6 +33,8 @@ def flat_shards(parameters: Iterable[Tensor]) -> dict[int, Any]:
     torch_file = sys.modules.get("torch.distributed.fsdp._flat_param")
     if torch_file is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return {}
+    from torch.distributed.device_mesh import DeviceMesh
+
     wanted = {id(one) for one in parameters}
     found: dict[int, Any] = {}
     meshes: dict[int, Any] = {}  # by process group
@@ -41,7 +43,7 @@ def flat_shards(parameters: Iterable[Tensor]) -> dict[int, Any]:
             for parameter in _held(one):
                 if id(parameter) in wanted:
                     group = one.process_group
-                    mesh = meshes.get(id(group)) or _mesh_of(group, one.flat_param.device.type)
+                    mesh = meshes.get(id(group)) or DeviceMesh.from_group(group, one.flat_param.device.type)
                     found[id(parameter)] = meshes[id(group)] = mesh
     return found
 
@@ -68,9 +70,3 @@ def place_of(model: nn.Module) -> dict[str, str]:
 
 def _held(handle: Any) -> list[Any]:
     return [handle.flat_param, *(handle.flat_param._params or ())]
-
-
-def _mesh_of(group: Any, device: str) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return DeviceMesh.from_group(group, device)
