@@ -155,3 +155,39 @@ def test_the_largest_of_unsigned_numbers_and_a_loss_in_inference_mode(tmp_path):
     with torch.inference_mode(), pytest.raises(PlanError, match=r"in torch.inference_mode\(\)"):
         gaff.harvest(model, [torch.randn(4, 3)], ":grad_output", out=tmp_path / "gradients",
                      loss=lambda output, batch: output.sum())  # fmt: skip
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_positions_do_not_depend_on_who_shares_the_batch(side, size, tmp_path):
+    texts = [[5, 6, 7], [1, 2, 3, 4, 8, 9], [3, 2]]
+
+    def batches():
+        for at in range(0, 3, size):
+            longest = max(map(len, texts[at : at + size]))
+            padded = []
+            for text in texts[at : at + size]:
+                fill = [0] * (longest - len(text))
+                padded.append(fill + text if side == "left" else text + fill)
+            ids = torch.tensor(padded)
+            yield {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+    def of(name, **options):
+        model = torch.nn.Embedding(10, 2)
+        inputs = lambda batch: batch["input_ids"]  # noqa: E731
+        return gaff.harvest(model, batches(), ":output", out=tmp_path / name, inputs=inputs, **options).labels
+
+    every = of("tokens", rows="token")
+    assert every["position"][:].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1]
+    assert every["token"][:].tolist() == [one for text in texts for one in text]
+    chosen = of("chosen", rows=lambda batch: batch["input_ids"] % 2 == 1)
+    assert chosen["position"][:].tolist() == [0, 2, 0, 2, 5, 0]
+    if size == 3:
+        assert of("all", rows="position")["position"][:].tolist() == [0, 1, 2, 3, 4, 5] * 3
+
+
+def test_a_mask_of_planes_tells_the_place_in_the_plane(tmp_path):
+    x = torch.arange(24.0).reshape(2, 3, 4, 1)
+    store = gaff.harvest(torch.nn.Identity(), [x], ":output", out=tmp_path, rows=lambda batch: batch[..., 0] % 5 == 0)
+    places = store.labels["sample"][:] * 12 + store.labels["position"][:]
+    assert places.tolist() == store[":output"][:][:, 0].tolist() == [0, 5, 10, 15, 20]

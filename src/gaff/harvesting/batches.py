@@ -8,6 +8,7 @@ other iterable is gone through from its beginning: what it gives is compared wit
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -35,10 +36,16 @@ class Numbered(NamedTuple):
     kwargs: dict[str, Any]
 
     def tensors(self) -> list[Tensor]:
-        """What the model is given, in order, and what else the batch holds, as labels and masks are made of it."""
+        """What the model is given, in order, and what else the batch holds, as labels and masks are made of it.
+
+        Numbers and texts of Python's, and arrays, come as one tensor of their bytes.
+        """
         given = [tensor for _, tensor in iter_tensors((self.args, self.kwargs))]
         known = set(map(id, given))
-        return given + [tensor for _, tensor in iter_tensors(self.batch) if id(tensor) not in known]
+        given += [tensor for _, tensor in iter_tensors(self.batch) if id(tensor) not in known]
+        others = list(_plain(self.batch))
+        text = bytearray(repr(others).encode("utf-8", "surrogatepass"))
+        return [*given, torch.frombuffer(text, dtype=torch.uint8)] if others else given
 
 
 class BatchSource(Protocol):
@@ -51,7 +58,10 @@ class BatchSource(Protocol):
         """The samples of each batch, in the order in which the data gives them now; empty where it has no indices."""
 
     def use_order(self, order: list[list[int]]) -> None:
-        """Take the samples in this order, that of the first start, from now on."""
+        """Take the samples in this order, that of the first start, from now on.
+
+        Raises PlanError where the data has other samples now.
+        """
 
     def after(
         self, shards: Mapping[int, Shard], size: int, is_mine: Callable[[int], bool], differs: Differs | None
@@ -114,17 +124,31 @@ class LoaderSource:
             "sampler": [_kind(one) for one in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))],
             "batch_size": getattr(loader.batch_sampler, "batch_size", None),
             "batches": _length(loader.batch_sampler),
+            **_weights(getattr(loader.batch_sampler, "sampler", None)),
         }
 
     def draw_order(self) -> list[list[int]]:
         """The samples of each batch, as the loader would take them now: it draws a seed for its workers first."""
         torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._loader.generator)
-        order: Any = list(self._loader.batch_sampler or ())
-        self._order = [[_index(one) for one in batch] for batch in order]
+        batches: Iterable[Any] = self._loader.batch_sampler or ()
+        self._order = [[_index(one) for one in batch] for batch in batches]  # as they come: one list may serve for all
         return self._order
 
     def use_order(self, order: list[list[int]]) -> None:
-        """Take the samples in this order, that of the first start."""
+        """Take the samples in this order, that of the first start.
+
+        Raises PlanError where the loader would take others now, and takes the same ones whenever it is asked: one that
+        draws them at random has drawn others then, and only the first are kept.
+        """
+        now = self._order
+        if now is not order and _counts(now) != _counts(order):
+            new = sorted(_counts(now) - _counts(order)) or sorted(_counts(order) - _counts(now))
+            is_fixed = sum(map(len, now)) != sum(map(len, order)) or _counts(self.draw_order()) == _counts(now)
+            if is_fixed:
+                raise PlanError(
+                    f"the loader gives other samples than when this harvest was begun ({sum(map(len, order))} then, "
+                    f"{sum(map(len, now))} now, such as sample {new[0]}): expected the same ones, or another out="
+                )
         self._order = order
 
     @property
@@ -284,6 +308,18 @@ def _inside(value: Any, depth: int = 4) -> Iterator[Any]:
         yield from _inside(one, depth - 1) if isinstance(one, kinds) else ()
 
 
+def _plain(value: Any, depth: int = 8) -> Iterator[Any]:
+    """The numbers and texts of Python's in a batch, and of arrays kind, shape and bytes, in order."""
+    if isinstance(value, (str, bytes, int, float, complex)):
+        yield value
+    elif hasattr(value, "__array_interface__"):
+        is_bare = value.dtype.kind != "O"
+        yield str(value.dtype), value.shape, value.tobytes() if is_bare else list(_plain(value.tolist(), depth - 1))
+    elif isinstance(value, (Mapping, list, tuple)) and depth:
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _plain(one, depth - 1)
+
+
 def _fingerprint(dataset: Any) -> str | None:
     """What a data set says of its content, as those of Hugging Face do, or the checksum of its tensors; else None."""
     tensors = getattr(dataset, "tensors", None)
@@ -291,6 +327,17 @@ def _fingerprint(dataset: Any) -> str | None:
         return f"{checksum_of(tensors):08x}"
     told = getattr(dataset, "_fingerprint", None) or getattr(dataset, "fingerprint", None)
     return told if isinstance(told, str) else None
+
+
+def _counts(order: list[list[int]]) -> Counter[int]:
+    """How often each sample comes."""
+    return Counter(sample for batch in order for sample in batch)
+
+
+def _weights(sampler: Any) -> dict[str, str]:
+    """The checksum of the weights by which a sampler draws, where it has some."""
+    weights = getattr(sampler, "weights", None)
+    return {"weights": f"{checksum_of([weights]):08x}"} if isinstance(weights, Tensor) else {}
 
 
 def _length(value: Any) -> int | None:

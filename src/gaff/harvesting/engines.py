@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import groupby
 from typing import Any, Protocol
 
 from torch import nn
@@ -57,12 +56,21 @@ class Ranks:
         def tell(number: int, rows: int) -> None:
             progress(number, source.expected, rows)
 
-        for number, of_shard in groupby(batches, lambda given: given.number // size):
+        for first in batches:
+            number, of_shard = first.number // size, _of_shard(first, batches, size)
             if place.writes:
                 maker.make(number, of_shard, tell)
             else:
                 for given in of_shard:
                     maker.read(maker.moved(given))
+
+
+def _of_shard(first: Numbered, batches: Iterator[Numbered], size: int) -> Iterator[Numbered]:
+    """The batches of one shard, of which ``first`` has come already; what follows its last one is not asked for."""
+    given: Numbered | None = first
+    while given is not None:
+        yield given
+        given = next(batches, None) if (given.number + 1) % size else None
 
 
 class _Place:

@@ -85,7 +85,7 @@ class ShardMaker:
         What a function closes over, a hook or an edit does, and settings of modules are not told by any name: only what
         they make of a batch shows that they are the same.
         """
-        again = _Again(self._job, shard)
+        again = _Again(self._job, shard, given.number - shard.batches[0])
         return _OpenShard(again, given.number, self._job.options).take(given, self.read(self.moved(given))) > 0
 
     def moved(self, given: Numbered) -> Numbered:
@@ -103,27 +103,37 @@ class ShardMaker:
 
 
 class _Again:
-    """Takes the rows of the first batch of a shard that is there, and compares them with those that were written."""
+    """Takes the rows of a batch of a shard that is there, and compares them with those that were written.
 
-    def __init__(self, job: Job, shard: Shard) -> None:
-        self._job, self._shard = job, shard
+    Each batch was written as a block of each file: this is number ``at`` of them.
+    """
+
+    def __init__(self, job: Job, shard: Shard, at: int) -> None:
+        self._job, self._shard, self._at = job, shard, at
 
     def append(self, sites: Mapping[str, Tensor], labels: Mapping[str, Tensor]) -> None:
         """Tell the job of rows that differ by more than processors do (``_is_alike``), and of labels that are not the
         same bits."""
-        held = {**self._shard.sites, **self._shard.labels}
-        for name, rows in (*sites.items(), *labels.items()):
-            known = held.get(name)
-            if known is None or not len(rows):
-                continue
-            stored = self._job.out.rows(shard_path(self._shard.number, known.file), name, known).run(0, len(rows))
-            is_own = name in labels and not is_reserved(name)
-            step = int(name in sites and self._job.options.is_rounded)
-            if not (elements.has_bits(stored, rows) or (not is_own and _is_alike(stored, rows, step))):
+        held, made = {**self._shard.sites, **self._shard.labels}, {**sites, **labels}
+        for name in dict.fromkeys((*made, *held)):
+            if name not in held or name not in made or not self._is_same(name, held[name], made[name], name in sites):
                 self._job.differs(
                     f"{name}: the first batch of shard {self._shard.number} gives other rows than it did (a hook, an "
                     "edit, a function or a setting of the model is another, or a label)"
                 )
+
+    def _is_same(self, name: str, known: WrittenTensor, rows: Tensor, is_site: bool) -> bool:
+        """Whether the rows are those that were written."""
+        if len(rows) != known.blocks[self._at][0]:
+            return False
+        first = sum(count for count, _ in known.blocks[: self._at])
+        stored = self._job.out.rows(shard_path(self._shard.number, known.file), name, known).run(
+            first, first + len(rows)
+        )
+        if elements.has_bits(stored, rows):
+            return True
+        is_own = not is_site and not is_reserved(name)
+        return not is_own and _is_alike(stored, rows, int(is_site and self._job.options.is_rounded))
 
 
 def _is_alike(one: Tensor, other: Tensor, step: int = 0) -> bool:

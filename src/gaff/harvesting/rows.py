@@ -90,14 +90,17 @@ class Selection:
     def labels(self, own: Mapping[str, Any]) -> dict[str, Tensor]:
         """By name: what is known of each row, after the values were taken. ``own``: the user's columns of the batch.
 
-        ``sample`` (int64), and of positions ``position`` (int32) and ``token`` (where the batch has ``input_ids``).
+        ``sample`` (int64), and of positions ``position`` (int32) and ``token`` (where the batch has ``input_ids``). A
+        position is counted from the first one that the attention mask tells, so that it does not depend on the other
+        samples of a batch that is padded on the left; of ``rows="position"`` from the first, padding or not; and
+        through all dimensions of a mask with more than two.
         """
         places = (
             torch.ones(self._shape, dtype=torch.bool, device="cpu") if self._mask is None else self._mask
         ).nonzero()
         labels = {"sample": self._given.samples[places[:, 0]]}
         if self._dims > 1:
-            labels["position"] = places[:, 1].to(torch.int32)
+            labels["position"] = self._positions(places).to(torch.int32)
             tokens = _tokens(self._given.batch)
             if tokens is not None and tuple(tokens.shape) == self._shape:
                 labels["token"] = tokens.cpu()[tuple(places.T)]
@@ -106,6 +109,16 @@ class Selection:
                 raise PlanError(f"label {name!r} is a name of gaff's own: expected another")
             labels[name] = self._own(name, values, places)
         return labels
+
+    def _positions(self, places: Tensor) -> Tensor:
+        """The place of each row in its sample."""
+        found = places[:, 1]
+        for dim, size in enumerate(self._shape[2:], 2):
+            found = found * size + places[:, dim]
+        mask = column(self._given.batch, _MASK) if self._rows != "position" else None
+        if not isinstance(mask, Tensor) or tuple(mask.shape) != self._shape or len(self._shape) != 2:
+            return found
+        return found - (mask.cpu() != 0).int().argmax(1)[places[:, 0]]
 
     def of_samples(self, name: str, values: Tensor) -> Tensor:
         """What is known of each sample, for each row."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from gaff.address.grammar import STATE_PORTS
-from gaff.address.resolve import need_module
+from gaff.address.resolve import need_module, unwrap
 from gaff.compat import distributed
 from gaff.errors import PlanError, RecordError
 from gaff.harvesting import manifest
@@ -27,12 +27,13 @@ from gaff.harvesting.folder import location_of
 from gaff.harvesting.index import read_shards, write_index
 from gaff.harvesting.location import Location, draft_in, leave, sweep, writing
 from gaff.harvesting.making import Job
+from gaff.harvesting.mode import in_mode
 from gaff.harvesting.options import HarvestOptions, plan_functions, plan_options
 from gaff.harvesting.progress import Progress
 from gaff.harvesting.shard import Shard
 from gaff.harvesting.store import Store
 from gaff.harvesting.tensor_file import TensorFile, WrittenTensor, checksum_of
-from gaff.harvesting.values import Norms, evaluating, reader_of
+from gaff.harvesting.values import Norms, reader_of
 from gaff.sessions.plan import Plan
 from gaff.sessions.take import arguments
 
@@ -64,7 +65,7 @@ def harvest(
                 "address of a value or of its gradient"
             )
     source = source_of(data, partial(_arguments, model, options))
-    with _as_drawn(data), nullcontext() if options.training else evaluating(model):
+    with _as_drawn(data), nullcontext() if options.training else in_mode(model, training=False):
         reader_of(model, plan, options.loss, norms)  # what it refuses is refused before anything is written
         changes = _begin(model, plan, source, place, options)
         sweep(place.drafts())
@@ -79,6 +80,9 @@ def harvest(
     store = Store(place)
     if store.is_complete:
         write_index(place, store.shards)
+    if job.changes and {shard.number for shard in store.shards} == there.keys():
+        told = f"nothing was left to make, and all rows are from before what has changed: {'; '.join(job.changes)}"
+        warnings.warn(told, stacklevel=3)
     for site, count in store.nonfinite.items():
         beyond = "" if options.small is None else f", or a number beyond {torch.finfo(options.small).max:g}"
         warnings.warn(f"{site}: {count} of {store.rows} rows hold a NaN or an infinity{beyond}", stacklevel=3)
@@ -109,7 +113,8 @@ def _begin(
 
     Returns what has changed since, where that is allowed. Raises PlanError where it is not.
     """
-    order = _written_order(source.draw_order(), out) if not manifest.is_begun(out) else None
+    drawn = source.draw_order()
+    order = _written_order(drawn, out) if not manifest.is_begun(out) else None
     told = {
         "model": manifest.described(model),
         "sites": [str(request) for request in plan.requests],
@@ -146,7 +151,7 @@ def _arguments(model: nn.Module, options: HarvestOptions, batch: Any) -> tuple[t
     """What the model is called with. A column that is there for its label only does not go to a model without it."""
     args, kwargs = arguments(batch, options.inputs)
     if kwargs and options.inputs is None and not callable(options.labels):
-        known = inspect.signature(model.forward).parameters
+        known = inspect.signature(unwrap(model).forward).parameters
         if not any(one.kind is one.VAR_KEYWORD for one in known.values()):
             columns = set(options.labels.values()) - known.keys()
             kwargs = {name: one for name, one in kwargs.items() if name not in columns}

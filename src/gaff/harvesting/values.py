@@ -85,18 +85,6 @@ def _check(model: nn.Module, plan: Plan, loss: Loss | None, norms: Norms | None)
         )
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put all modules into evaluation mode, and back into that of each of them."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def _bare_capture(model: nn.Module, plan: Plan) -> Capture:
     """A capture of parts as they pass. Raises PlanError where a site has its own reduction, which wants a whole."""
     own = next((request for request in plan.requests if request.reduce is not None), None)

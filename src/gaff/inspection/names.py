@@ -9,7 +9,6 @@ identity is refused for this model from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from gaff.engine.session import Session
 from gaff.engine.streams import Stream
 from gaff.engine.taps import Tap
 from gaff.errors import GaffError, PlanError
+from gaff.harvesting.mode import in_mode
 from gaff.inspection.op_log import OpLog
 from gaff.inspection.untouched import untouched
 from gaff.sessions.capture import Capture
@@ -109,7 +109,7 @@ def list_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
     if any(not elements.is_readable(tensor) for tensor in (*model.parameters(), *inputs)):
         raise PlanError(f"{kind} has no values (it is on the meta device, or fake): expected a model that can run")
-    with untouched(model, inputs), _evaluated(model), torch.no_grad():
+    with untouched(model, inputs), in_mode(model, training=False), torch.no_grad():
         makers = _Makers(model, {name: site for name, site in known.items() if goes_around(name, site)})
         with makers.session:
             values, outputs = _values(model, known, *_copies(args, kwargs))
@@ -123,18 +123,6 @@ def list_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     refused |= {name: why for name, why in missing.items() if name not in refused}
     rows = [NameRow(name, str(site), held.get(name, "")) for name, site in known.items() if name not in refused]
     return Names(kind, rows, dict(refused), was_run=True)
-
-
-@contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """With the model in eval mode; afterwards each module is in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules() if hasattr(module, "training")]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _values(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gaff.address.grammar import Site, nearest
 from gaff.address.resolve import is_container, iter_modules
 from gaff.errors import PlanError, SiteError
+from gaff.harvesting.mode import in_mode
 from gaff.inspection.op_log import OpRow
 from gaff.inspection.sites import list_sites
 from gaff.sessions.take import take
@@ -184,13 +185,8 @@ def get_graph_node_names(model: nn.Module, *inputs: Tensor, **tracing: Any) -> t
 
 
 def _nodes(model: nn.Module, inputs: Sequence[Tensor], *, training: bool) -> list[str]:
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.train(training)
+    with in_mode(model, training=training):
         rows = list_sites(model, inputs, {}, ops=True).rows
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     found: list[str] = []
     for row in rows:
         if not isinstance(row, OpRow):
