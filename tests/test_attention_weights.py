@@ -1,5 +1,6 @@
 """``:weights`` of fused attention: told from its inputs, edited by the plain formula, refused where neither is true."""
 
+import contextlib
 import copy
 import itertools
 import math
@@ -696,3 +697,32 @@ def test_heads_are_a_dimension_of_their_own():
     with gaff.capture(model, {site: keep.channels(1)}) as got:
         model(x, x, x, need_weights=False)
     assert got[site].shape == (3, 1, 4, 4)
+
+
+def of_decode_steps(attention, edited):
+    """Attention weights of a model whose heads share keys, by step, and logits: three tokens after a padded prompt."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=50,
+                                      num_attention_heads=8, num_key_value_heads=2, attn_implementation=attention)  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids, mask = torch.randint(3, 50, (2, 7)), torch.ones(2, 7, dtype=torch.long)
+    mask[0, :3] = 0
+    site = "model.layers.1.self_attn/" + (
+        "softmax:output" if attention == "eager" else "scaled_dot_product_attention:weights"
+    )
+    silence = {site: edits.at(keep.channels(5), edits.zero())}
+    editing = gaff.edit(model, silence) if edited else contextlib.nullcontext()
+    with torch.no_grad(), editing, gaff.capture(model, site) as got:
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False,
+                             return_dict_in_generate=True, output_logits=True)  # fmt: skip
+    return got.all(site), out.logits
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_heads_that_share_keys_are_heads_also_where_a_single_token_is_decoded(edited):
+    """transformers lays them into the rows of one there, and does not in its eager attention."""
+    (weights, logits), (true, true_logits) = (of_decode_steps(one, edited) for one in ("sdpa", "eager"))
+    assert [tuple(one.shape) for one in weights] == [(2, 8, 7, 7), (2, 8, 1, 8), (2, 8, 1, 9), (2, 8, 1, 10)]
+    for one, other in zip((*weights[1:], *logits), (*true[1:], *true_logits), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -1,6 +1,7 @@
 """Plans: frozen, checked before anything is installed, saved when they hold no function."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -115,6 +116,55 @@ def test_what_says_that_it_returns_a_tuple_is_not_skipped_by_a_tensor():
             gaff.edit(model, {name: gaff.edits.skip()})
         gaff.edit(model, {name: gaff.edits.skip(lambda x, *args, **kwargs: (x, None))})
     gaff.edit(model, {"linear": gaff.edits.skip()})
+
+
+def cached(forward):
+    @functools.wraps(forward)
+    def outer(self, *args):
+        return forward(self, *args)
+
+    return outer
+
+
+class Returns:
+    """Forwards, by what they return."""
+
+    def bare(self, x):
+        return x, None
+
+    def either(self, x):
+        if x.sum() > 0:
+            return x, x
+        return x, x, x
+
+    @cached
+    def decorated(self, x):
+        return x, None
+
+    def told(self, x) -> tuple[torch.Tensor, int] | tuple[torch.Tensor] | None:
+        return x.new_ones(2).unbind()
+
+    def sometimes(self, x):
+        return (x, x) if x.sum() > 0 else x
+
+    def maybe_one(self, x) -> torch.Tensor | tuple[torch.Tensor, int]:
+        return x.new_ones(2).unbind()
+
+    def elsewhere(self, x):
+        pair = x, x
+        return pair[0]
+
+
+@pytest.mark.parametrize("name", [one for one in vars(Returns) if not one.startswith("_")])
+def test_a_tuple_is_known_by_the_code_of_a_forward_and_by_unions(name):
+    kind = type("Own", (nn.Module,), {"forward": vars(Returns)[name]})
+    model = nn.Sequential(kind())
+    if name in ("bare", "either", "decorated", "told"):
+        with pytest.raises(gaff.PlanError, match="0: Own returns a tuple, which a tensor cannot stand in for"):
+            gaff.edit(model, {"0": gaff.edits.skip()})
+    else:
+        gaff.edit(model, {"0": gaff.edits.skip()})
+    gaff.edit(model, {"0": gaff.edits.skip(lambda x: (x, None))})
 
 
 def test_a_mask_of_the_first_dimensions_is_told_how_it_fits():

@@ -5,12 +5,15 @@ Nothing here is compiled, and nothing of the compiler is imported before ``flex_
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from gaff.compat.modes import frames_from
 
 # The softmax over the last dimension that torch takes for attention: zeros where all is -inf, and not NaN.
 safe_softmax: Callable[[Tensor, int], Tensor] = torch._safe_softmax
@@ -51,6 +54,16 @@ def opened_mask(mask: Any, device: torch.device) -> Any:
     """The truth values of a ``torch.nn.attention.bias.CausalBias``, which holds none; every other mask as it is."""
     materialize = getattr(mask, "_materialize", None)
     return mask if materialize is None else materialize(device)
+
+
+def heads_in_rows(query: Tensor) -> int:
+    """How many heads, which share keys, lie in the rows of one of the ``query``; 1 where each has rows of its own.
+
+    So transformers calls attention for a single token; how many rows there were is in the frame of its function.
+    """
+    frames = (frame for frame in frames_from(sys._getframe(1)) if frame.f_code.co_name == "sdpa_attention_forward")
+    rows = next((frame.f_locals.get("q_length") for frame in frames), None)
+    return query.shape[-2] if rows == 1 and query.dim() == 4 else 1
 
 
 def flex_scores(scores: Tensor, at: Sequence[Tensor], mods: tuple[Any, Any], buffers: tuple[Any, Any]) -> Tensor:

@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from numbers import Real
-from types import TracebackType
-from typing import Any, get_origin, get_type_hints
+from types import TracebackType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -334,19 +337,29 @@ def _check_port(found: Found, inner: Any, threads: str, *, is_spread: bool) -> N
 
 
 def _need_no_tuple(module: nn.Module, site: Site) -> None:
-    """Raises PlanError where a single tensor would stand in for what a module says is a tuple.
+    """Raises PlanError where a single tensor would stand in for a tuple: by the annotation or the code of ``forward``.
 
     Its caller would take the tensor apart by rows, without an error where there are enough of them.
     """
+    forward = inspect.unwrap(module.forward)
     try:
-        told = get_type_hints(type(module).forward).get("return")
+        told = get_type_hints(forward).get("return")
     except (NameError, TypeError, AttributeError, SyntaxError):  # names that are not there at run time
-        return
-    if isinstance(module, nn.RNNBase) or told is tuple or get_origin(told) is tuple:
+        told = None
+    kinds = {get_origin(one) or one for one in (get_args(told) if get_origin(told) in (Union, UnionType) else [told])}
+    if isinstance(module, nn.RNNBase) or kinds - {type(None)} == {tuple} or _makes_tuples(forward):
         raise PlanError(
             f"{site}: {type(module).__name__} returns a tuple, which a tensor cannot stand in for: expected a function "
             "of the module's arguments, such as edits.skip(lambda x, *args, **kwargs: (x, None))"
         )
+
+
+def _makes_tuples(function: Any) -> bool:
+    """Whether each ``return`` of a function makes a tuple, as in ``return hidden, weights``."""
+    code = getattr(function, "__code__", None)
+    made = [one.opname for one in dis.get_instructions(code)] if code is not None else []
+    before = [one for one, following in pairwise(made) if following == "RETURN_VALUE"]
+    return bool(before) and all(one == "BUILD_TUPLE" for one in before)
 
 
 def _need_no_cache(run: Any) -> None:

@@ -42,7 +42,8 @@ class Weights:
     """The weights of one call of attention, as [..., queries, keys]: what its softmax gives, before dropout.
 
     ``untold`` says why they cannot be told, and is empty where they can: then ``make`` computes them, as torch's own
-    plain path does and in the dtype in which attention gets its query. ``edited`` are what an edit made of them.
+    plain path does and in the dtype in which attention gets its query. ``edited`` are what an edit made of them. Heads
+    that the caller has laid into the rows of another one (``_packed``: how it was) are heads here.
     """
 
     def __init__(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -50,7 +51,8 @@ class Weights:
         self._given = {**dict(zip(_NAMES[op], args, strict=False)), **kwargs}
         self.edited: Tensor | None = None
         self.untold = self._why_untold()
-        self._is_grouped = self.is_flex or bool(self._given.get("enable_gqa"))
+        self._packed = self._unpack() if not (self.is_flex or self.untold) else ()
+        self._is_grouped = self.is_flex or bool(self._given.get("enable_gqa") or self._packed)
         tensors = {name: value for name, value in self._given.items() if isinstance(value, Tensor)}
         self._dtypes = {name: attention.cast_to(tensor) for name, tensor in tensors.items()}  # as autocast is now
 
@@ -111,11 +113,22 @@ class Weights:
             sums = attention.sums_in(self.dtype)
             dropout = self._given.get("dropout_p") or 0.0
             weights = functional.dropout(weights.to(sums), dropout) if dropout else weights.to(sums)
-            return (weights @ value.to(sums)).to(self.dtype)
+            output = (weights @ value.to(sums)).to(self.dtype)
+            return output.reshape(*self._packed, output.shape[-1]) if self._packed else output
 
     def put(self, output: Any, new: Tensor) -> Any:
         """What the op returned with ``new`` in the place of its first tensor; the others of ``flex_attention`` stay."""
         return (new, *output[1:]) if isinstance(output, tuple) else new
+
+    def _unpack(self) -> tuple[int, ...]:
+        """Give each head rows of its own; how batch, heads and rows were, empty where they were so already."""
+        query, mask = self._given["query"], self._given["attn_mask"]
+        if attention.heads_in_rows(query) == 1:
+            return ()
+        if mask is not None and mask.dim() == 4 and mask.shape[-3:-1] == query.shape[-3:-1]:
+            self._given["attn_mask"] = mask.flatten(-3, -2).unsqueeze(-2)
+        self._given["query"] = query.flatten(-3, -2).unsqueeze(-2)
+        return tuple(query.shape[:-1])
 
     def _why_untold(self) -> str:
         given = self._given
