@@ -234,6 +234,10 @@ def test_transformer_lens_hooks_have_positions_where_the_model_has_them_as_rows(
         changed = run_with_hooks(model, ids, fwd_hooks=[("blocks.1.hook_mlp_out", without_last)]).logits
         differs = (changed - model(ids).logits).abs().amax((0, 2)) > 1e-6
     assert differs.tolist() == [False] * 6 + [True]
+    for which in ("blocks.1.mlp.hook_post", lambda hook: "mlp" in hook):
+        assert run_with_cache(model, ids, names_filter=which)[1]["post", 1].shape == (2, 7, 48)
+        alone = run_with_cache(model, ids[:1], names_filter=which, remove_batch_dim=True)[1]
+        assert alone["post", 1].shape == (7, 48)
 
 
 def test_transformer_lens_more_ways_to_name():

@@ -443,3 +443,17 @@ def test_what_stands_in_for_a_forward_has_its_name():
         assert model.forward.__name__ == "forward"
         assert model.forward.__func__ is Runs.forward
         model(torch.ones(1))
+
+
+def test_an_op_that_returns_what_it_was_given_has_made_nothing():
+    """As ``.to`` does in the norms of transformers: the residual stream goes on as what it was."""
+
+    class Block(nn.Module):
+        def forward(self, x):
+            y = x + 1
+            normed = y.to(torch.float32).contiguous() * 2
+            return y + normed.relu_()
+
+    rows = {row.site: row for row in gaff.sites(Block(), torch.randn(2), ops=True).rows}
+    assert [maker for _, maker in rows["/add#1"].inputs] == ["/add#0", "/relu_#0"]
+    assert [maker for _, maker in rows["/mul#0"].inputs] == ["/add#0"]

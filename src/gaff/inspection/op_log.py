@@ -106,10 +106,16 @@ class Producers:
         self._order += 1
         self._known[id(tensor)] = weakref.ref(tensor), name, self._order
 
-    def note_all(self, value: Any, site: Site) -> None:
-        """Note ``site`` as the maker of all tensors in ``value``; those inside a structure get their keys."""
+    def note_all(self, value: Any, site: Site, given: Any = ()) -> None:
+        """Note ``site`` as the maker of all tensors in ``value``; those inside a structure get their keys.
+
+        Not of those that an op was ``given``, and returns as they are: others go on with them, too.
+        """
         is_write = site.op is not None and (site.op.endswith("_") or site.op == "setitem")
+        passed = () if is_write else {id(tensor) for _, tensor in iter_tensors(given) if self._named(tensor)}
         for key, tensor in iter_tensors(value):
+            if id(tensor) in passed:
+                continue
             port = ":output" if key and site.port == "output" else ""
             self.note(tensor, f"{site}{port}{print_key(key)}")
             if is_write and (address := memory.address_of(tensor)):
@@ -190,7 +196,9 @@ class OpLog:
         notes.dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         notes.weights = _weights_of(call) if call.site.op in ATTENTIONS else None
         notes.is_complete = True
-        self.producers.note_all(output, Site(call.site.path, call.site.op, call.site.op_index))
+        self.producers.note_all(
+            output, Site(call.site.path, call.site.op, call.site.op_index), (call.args, call.kwargs)
+        )
         return notes
 
     def done(self) -> list[OpNotes]:

@@ -214,10 +214,13 @@ def run_with_cache(
     with Capture(model, plan, {}) as got:
         output = model(*args, **kwargs)
     values = {hook: _by_head(model, known[hook], got[f"names:{known[hook]}"]) for hook in chosen}
-    full = next((tuple(value.shape[:2]) for value in values.values() if value.dim() == 3), None)
-    if full is not None:  # some modules are given all positions as rows
-        values = {hook: value.unflatten(0, full) if value.dim() == 2 and len(value) == full[0] * full[1] else value
-                  for hook, value in values.items()}  # fmt: skip
+    shapes = [tuple(value.shape[:2]) for value in values.values() if value.dim() == 3]
+    if (batch := _batch_of(args, kwargs)) is not None:
+        shapes.insert(0, batch)
+    for hook, value in values.items():  # some modules are given all positions as rows
+        full = next((one for one in shapes if value.dim() == 2 and len(value) == one[0] * one[1]), None)
+        if full is not None:
+            values[hook] = value.unflatten(0, full)
     if remove_batch_dim:
         if any(len(value) != 1 for value in values.values()):
             raise PlanError("remove_batch_dim=True is for a batch of one: expected one, or False")
@@ -238,7 +241,7 @@ def run_with_hooks(
     """
     _need_known(model, args, kwargs)
     known = hook_names(model, args, kwargs)
-    batch = next((tuple(one.shape[:2]) for _, one in iter_tensors((args, kwargs)) if one.dim() > 1), None)
+    batch = _batch_of(args, kwargs)
     chosen = [(hook, function) for which, function in fwd_hooks for hook in _chosen(known, which)]
     places = list(known)
     changes: dict[str, list[Any]] = {}
@@ -248,6 +251,12 @@ def run_with_hooks(
         return model(*args, **kwargs)
     with edit(model, changes, {}):
         return model(*args, **kwargs)
+
+
+def _batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Batch and positions, as the first tensor has them that a model is given."""
+    first = next((one for _, one in iter_tensors((args, kwargs)) if one.dim() > 1), None)
+    return None if first is None else (first.shape[0], first.shape[1])
 
 
 def _need_known(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

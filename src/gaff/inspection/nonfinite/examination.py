@@ -278,7 +278,9 @@ class Examination:
         self._now.latest = ran.made
         if not call.site.path:
             self._now.outside = ran.made if ran.made is None or not ran.made.is_meant else None
-        self._producers.note_all(output, Site(call.site.path, call.site.op, call.site.op_index))
+        self._producers.note_all(
+            output, Site(call.site.path, call.site.op, call.site.op_index), (call.args, call.kwargs)
+        )
         self._trail.nodes.follow(tensors, ran)
 
     def _judge_written(self, begun: Begun, tensor: Any) -> None:
