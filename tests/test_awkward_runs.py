@@ -642,3 +642,81 @@ def test_a_mean_over_steps_of_a_sequence_is_of_one_scale_however_many_they_are(t
             (sum(losses) / len(losses) if is_mean else losses[0] / len(losses)).backward()
             optimizer.step()
     assert ("no values to compare" in str(gaff.load(tmp_path / "run").verdict)) != is_mean
+
+
+@pytest.mark.parametrize("trains", ["low", "both"])
+def test_the_zero_factor_that_nobody_trains_is_the_cause_of_the_other_ones_gradient(tmp_path, trains):
+    class Adapted(nn.Module):
+        """A frozen layer with low-rank factors, the second of which begins at zero."""
+
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(8, 8).requires_grad_(False)
+            self.low, self.high = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.zeros(8, 2))
+
+        def forward(self, x):
+            return self.base(x) + x @ self.low.T @ self.high.T
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Adapted(), nn.Tanh(), Adapted()), torch.randn(64, 8)
+    y = x.roll(1, 1)
+    names = ("low",) if trains == "low" else ("low", "high")
+    optimizer = torch.optim.Adam([one for name, one in model.named_parameters() if name.endswith(names)], 1e-2)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(60):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+    verdict = gaff.load(tmp_path / "run").verdict
+    if trains == "both":
+        assert verdict.name != "not_owned"
+    else:
+        assert (verdict.name, verdict.certainty) == ("not_owned", "likely")
+        assert "while it is zero, so is the gradient of what it is multiplied with, as of 0.low:grad" in verdict.cause
+
+
+@pytest.mark.parametrize("given", ["one condition for a batch", "one for each example"])
+def test_a_layer_beside_the_path_of_the_input_may_return_the_same_for_all(tmp_path, given):
+    class Conditioned(nn.Module):
+        """Shifts and scales by what becomes of a condition."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer, self.out = nn.Linear(8, 16), nn.Linear(16, 2)
+            self.embed, self.act, self.film = nn.Embedding(4, 16), nn.SiLU(), nn.Linear(16, 32)
+
+        def forward(self, x, condition):
+            scale, shift = self.film(self.act(self.embed(condition))).chunk(2, -1)
+            return self.out(torch.tanh(self.layer(x) * (1 + scale) + shift))
+
+    torch.manual_seed(0)
+    model = Conditioned()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for step in range(80):
+            x = torch.randn(32, 8)
+            condition = torch.full((32,), step % 4) if given.startswith("one condition") else torch.randint(4, (32,))
+            optimizer.zero_grad()
+            (model(x, condition) - x[:, :2] * (1 + condition[:, None])).square().mean().backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert not [one for one in record.findings if one.rule in ("no_signal", "output_constant")]
+    assert record.verdict.state == "healthy"
+
+
+def test_an_average_that_is_copied_back_is_told_though_the_loss_falls(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.98))
+    optimizer, x = torch.optim.SGD(model.parameters(), 0.02), torch.randn(256, 8)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(350):
+            optimizer.zero_grad()
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+            average.update_parameters(model)
+            with torch.no_grad():
+                for one, other in zip(model.parameters(), average.module.parameters(), strict=True):
+                    one.copy_(other)
+    verdict = gaff.load(tmp_path / "run").verdict
+    assert (verdict.state, verdict.name) == ("wrong", "written_back")

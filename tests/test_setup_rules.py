@@ -751,3 +751,29 @@ def test_constant_labels_are_no_scale_for_the_first_loss(tmp_path):
         F.cross_entropy(model(x), torch.ones(64, dtype=torch.long)).backward()
 
     assert watched(model, optimizer, step, tmp_path, 100).name == "labels_constant"
+
+
+@pytest.mark.parametrize("sizes", [(5, 6), (6,)], ids=["images", "sequences"])
+@pytest.mark.parametrize("kind", [0, 1, 2, -1, "classes last"])
+def test_the_softmax_of_a_loss_over_images_runs_over_the_classes(tmp_path, sizes, kind):
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 2, *sizes), torch.randint(3, (64, *sizes))
+    conv = {1: nn.Conv1d, 2: nn.Conv2d}[len(sizes)]
+    model = nn.Sequential(conv(2, 8, 3, padding=1), nn.ReLU(), conv(8, 3, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for at in range(40):
+            optimizer.zero_grad()
+            chosen = torch.arange(at, at + 16) % 64
+            out = model(x[chosen])
+            if kind == "classes last":
+                logs = F.log_softmax(out.movedim(1, -1), -1).movedim(-1, 1).contiguous()
+            else:
+                logs = F.log_softmax(out, kind)
+            F.nll_loss(logs, y[chosen]).backward()
+            optimizer.step()
+    found = [one for one in gaff.load(tmp_path / "run").findings if one.rule == "softmax_axis"]
+    assert bool(found) is (kind in (0, 2, -1))
+    if found:
+        dim = kind % (2 + len(sizes))
+        assert f"runs over dimension {dim} of [16, 3, {', '.join(map(str, sizes))}]: nll_loss has" in found[0].message

@@ -65,7 +65,8 @@ def claims(case: RunCase) -> list[Claim]:
         return []
     if _has_rates(case):
         case = case.without("lr_zero")
-    if _has_learned(case):
+    written = case.found("written_back")
+    if _has_learned(case) and written is not None and written.share <= 0.5:  # longer it is no inner loop
         case = case.without("written_back")
     if case.loss is not None and 0 < case.loss[1].last < 0.5 * case.loss[1].first:  # seen while it had not fallen yet
         case = case.without("saturated").without("vanishing").without("sparse_gradient")
@@ -168,6 +169,20 @@ def read_from_the_process(case: RunCase) -> Claim | None:
     explains = after if finding.rule in _STOPS else ()
     return Claim(finding.rule, "certain", told_of(finding), tuple(told), finding.since, finding.remedy, explains,
                  _EXPERIMENTS.get(finding.rule, ()))  # fmt: skip
+
+
+@cause
+def zeros_that_nobody_trains(case: RunCase) -> Claim | None:
+    """A parameter in no optimizer, and a gradient of zero for another one of its module: factors that begin at zero."""
+    owned, zero = case.found("not_owned"), case.found("zero_gradient")
+    if owned is None or zero is None or zero.since > owned.since or zero.is_over:
+        return None
+    modules = {one.rpartition(".")[0] for one in (owned.site, *owned.also)}
+    if zero.site.rpartition(".")[0] not in modules:
+        return None
+    told = f"{told_of(owned)}; while it is zero, so is the gradient of what it is multiplied with, as of {zero.site}"
+    return Claim(owned.rule, "likely", told, (evidence_of(owned), evidence_of(zero)), owned.since, owned.remedy,
+                 (zero.rule, "nothing_learned"), _EXPERIMENTS[owned.rule])  # fmt: skip
 
 
 @cause

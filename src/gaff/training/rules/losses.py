@@ -212,17 +212,22 @@ def double_softmax(sample: Sample, past: Past) -> Iterator[Hit]:
 @rule(
     "softmax_axis",
     severity="error",
-    means="the loss's softmax runs over the examples of the batch, not over the classes",
-    cause="dim=0 where dim=1 or dim=-1 is meant",
+    means="the loss's softmax does not run over the classes",
+    cause="dim=0, or a dimension of the image, where dim=1 is meant",
     remedy="log_softmax(x, dim=1), or cross_entropy, which does it",
     least=2,
     share=0.5,
 )
 def softmax_axis(sample: Sample, past: Past) -> Iterator[Hit]:
     """log_softmax over dimension 0 of a two-dimensional input of nll_loss, or of a likelihood that is written out and
-    picks one number of each row; read from the autograd graph. Certain."""
-    found = sample.facts.get("axis")
-    if found:
+    picks one number of each row; over another than dimension 1 of an input with more. Read from the autograd graph.
+    Certain."""
+    found, dim = sample.facts.get("axis"), sample.facts.get("axis_dim")
+    if found and dim:
+        yield Hit(
+            ("", ""), f"the softmax of the loss {found!r} runs over {dim}: nll_loss has the classes in dimension 1"
+        )
+    elif found:
         yield Hit(("", ""), f"the loss {found!r} normalises over the batch: its softmax has dim=0")
 
 

@@ -206,11 +206,13 @@ def no_signal(sample: Sample, past: Past) -> Iterator[Hit]:
 
     Zeros everywhere count where the layer has a weight that is not zero: a rectifier may return them, and what follows
     is not asked. An activation counts also where each of its units returns one number for all examples of a batch, and
-    so does what the very first layer is given.
+    so does what the very first layer is given. Not where the model returns other numbers for other examples: then the
+    signal gets by, and the layer is beside it, as one that makes a condition of the batch into shifts and scales.
     """
+    reached = {key[0] for key, units in sample.units.items() if key[1].startswith(":output") and not units.is_constant}
     has_begun = False  # a module has returned something
     for at, (key, row) in enumerate(sample.rows.items()):
-        if row.count <= 8 or not path_of(key[1]):
+        if row.count <= 8 or not path_of(key[1]) or key[0] in reached:
             continue
         port, units = port_of(key[1]), sample.units.get(key)
         is_one = row.std <= 1e-6 * row.rms

@@ -323,17 +323,29 @@ def _factor_of(node: Any) -> float | None:
 
 
 def _note_classes(chain: list[Any], names: list[str], at: int, before: int, name: str, found: dict[str, Any]) -> None:
-    """Note over how many classes the log_softmax at a place of the chain runs, and whether it is over the batch.
+    """Note over how many classes the log_softmax at a place of the chain runs, and whether it is over something else.
 
-    ``before``: the place of the loss that takes the mean of it.
+    ``before``: the place of the loss that takes the mean of it. Of inputs with more than two dimensions that loss
+    finds the classes in the second one, as long as no dimensions were exchanged in between.
     """
     shape: Any = getattr(kept_by(chain[at], "result"), "shape", ())
     is_mean = getattr(chain[before], "_saved_reduction", 1) == 1 or "summed" in found
     if len(shape) == 2 and chain[at]._saved_dim == 0:
         if shape[0] != shape[1]:  # of pairs with one another both ways are meant
             found["axis"] = name
+        return
+    dim, taken = (
+        _signed(chain[at]._saved_dim) % max(1, len(shape)),
+        getattr(kept_by(chain[before], "self"), "shape", ()),
+    )
+    is_as_it_was = all(one.startswith(_SAME_ORDER) for one in names[before + 1 : at]) and taken[:2] == shape[:2]
+    if len(shape) > 2 and names[before].startswith("NllLoss2D") and is_as_it_was and dim != 1:
+        found["axis"], found["axis_dim"] = name, f"dimension {dim} of {list(shape)}"
     elif len(shape) and is_mean and all(map(_is_view, names[:before])):
         found["classes"] = {"loss": name, "count": int(shape[1 if len(shape) > 1 else 0])}
+
+
+_SAME_ORDER = ("View", "UnsafeView", "Reshape", "Unsqueeze")  # what torch itself puts between, for one dimension more
 
 
 def _is_of_pairs(chain: list[Any], names: list[str], at: int) -> bool:
