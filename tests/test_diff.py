@@ -977,3 +977,71 @@ def test_a_layer_with_other_weights_differs_though_the_end_agrees():
     other = copy.deepcopy(one)
     nn.init.normal_(other.inside.weight)
     assert gaff.diff(gaff.trace(one, x), gaff.trace(other, x)).first.site == "inside"
+
+
+class Residual(nn.Module):
+    """A block whose norm is as new as all others."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return x + self.narrow(self.wide(self.norm(x)).relu())
+
+
+def of_blocks():
+    torch.manual_seed(0)
+    return [Residual() for _ in range(5)]
+
+
+def of_layers():
+    torch.manual_seed(0)
+    return [nn.Linear(6, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 3)]
+
+
+INSERTED = {
+    "tanh": nn.Tanh,
+    "identity": nn.Identity,
+    "dropout in training": nn.Dropout,
+    "norm": lambda: nn.LayerNorm(6),
+}
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("kind", INSERTED)
+@pytest.mark.parametrize("make", [of_blocks, of_layers])
+def test_a_layer_that_was_put_into_a_list_is_the_only_one_that_is_extra(make, kind, is_held):
+    at, layers, x = 3, make(), torch.randn(4, 6)
+    longer = copy.deepcopy(layers)
+    longer.insert(at, INSERTED[kind]())
+    hold = (
+        (lambda one: nn.ModuleDict({"in": one})["in"])
+        if not is_held
+        else (lambda one: nn.Sequential(one, nn.Identity()))
+    )
+    one, other = (hold(nn.Sequential(*found)) for found in (layers, longer))
+    for a, b, extra in ((one, other, "only_b"), (other, one, "only_a")):
+        told = gaff.diff(gaff.trace(a, x), gaff.trace(b, x))
+        assert getattr(told, extra) == (f"0.{at}" if is_held else str(at),)
+        assert not (told.only_a if extra == "only_b" else told.only_b)
+        assert not [
+            note for note in told.notes if "are not the same" in note or " is a " in note or " mode in " in note
+        ]
+        if kind in ("tanh", "dropout in training"):
+            [between] = [note for note in told.notes if note.startswith("between")]
+            assert between.endswith(f": {getattr(told, extra)[0]} in {extra[-1].upper()}")
+
+
+@pytest.mark.parametrize("change", ["dropped", "twice"])
+def test_a_block_that_is_left_out_or_comes_twice_is_told_whole(change):
+    blocks, x = of_blocks(), torch.randn(4, 6)
+    others = copy.deepcopy(blocks)
+    if change == "dropped":
+        del others[2]
+    else:
+        others.insert(3, copy.deepcopy(others[2]))
+    told = gaff.diff(gaff.trace(nn.Sequential(*blocks), x), gaff.trace(nn.Sequential(*others), x))
+    number, alone, rest = (2, told.only_a, told.only_b) if change == "dropped" else (3, told.only_b, told.only_a)
+    assert alone == (str(number), f"{number}.norm", f"{number}.wide", f"{number}.narrow")
+    assert rest == ()

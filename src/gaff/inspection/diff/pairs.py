@@ -5,7 +5,7 @@ A model that was written anew names its modules differently and keeps their orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import Generic, NamedTuple, TypeVar
@@ -32,12 +32,14 @@ class Pairing(Generic[Item]):
         self.b = b
         self.pairs: list[Pair] = []
 
-    def by_name(self, name: Callable[[Item], str], renamed: Callable[[str], str | None] = str) -> None:
+    def by_name(
+        self, name: Callable[[Item], str], renamed: Callable[[str], str | None] = str, how: str = "address"
+    ) -> None:
         """Pair those that are left and have one name; ``renamed`` tells what one of ``a`` is in ``b``, if anything."""
         left_a, left_b = self.left()
         places = {name(self.b[at]): at for at in left_b}
         names = [(at, renamed(name(self.a[at]))) for at in left_a]
-        self.pairs += [Pair(at, places[one], "address") for at, one in names if one is not None and one in places]
+        self.pairs += [Pair(at, places[one], how) for at, one in names if one is not None and one in places]
         self.pairs.sort()
 
     def by_likeness(self, how: str, a: Sequence[Hashable], b: Sequence[Hashable], *, is_between: bool = False) -> None:
@@ -98,3 +100,42 @@ def renaming(pairs: Mapping[str, str], paths: tuple[set[str], set[str]]) -> Call
         return str(replace(site, path=".".join(part for part in (pairs[longest], rest) if part)))
 
     return renamed
+
+
+def moves(found: Iterable[tuple[str, str]], paths: tuple[set[str], set[str]]) -> dict[str, str]:
+    """What the members of a list of modules are called in B, where some of them have another number there.
+
+    ``found``: paths of modules that are known to be the same. A member is moved as far as those before and after it
+    that are known; one between two that have moved by other distances is not told.
+    """
+    lists: dict[tuple[str, str], dict[int, int]] = {}
+    for both in found:
+        parts = both[0].split("."), both[1].split(".")
+        for at, (one, other) in enumerate(zip(*parts, strict=False)):
+            if one.isdigit() and other.isdigit():
+                around = ".".join(parts[0][:at]), ".".join(parts[1][:at])
+                lists.setdefault(around, {})[int(one)] = int(other)
+            elif one != other:
+                break
+    told = {}
+    for (here, there), numbers in lists.items():
+        if all(one == other for one, other in numbers.items()):
+            continue
+        inside = {path.removeprefix(f"{here}." if here else "") for path in paths[0] if path.startswith(here)}
+        for number in sorted(int(name) for name in inside if name.isdigit()):
+            before = max((one for one in numbers if one <= number), default=None)
+            after = min((one for one in numbers if one >= number), default=before)
+            far = {0} if before is None else {numbers[before] - before}
+            far |= {numbers[after] - after} if after is not None else set()
+            path = ".".join(part for part in (there, str(number + min(far))) if part)
+            if len(far) == 1 and path in paths[1]:
+                told[".".join(part for part in (here, str(number)) if part)] = path
+    return told
+
+
+def is_in_lists(address: str, members: Iterable[str]) -> bool:
+    """Whether what an address names lies in one of the lists of which ``members`` are."""
+    path = parse_site(address).path
+    lists = {member.rpartition(".")[0] for member in members}
+    inside = (path[len(one) :].lstrip(".") for one in lists if path.startswith(f"{one}." if one else ""))
+    return any(rest[:1].isdigit() for rest in inside)

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from gaff.address.grammar import parse_site
 from gaff.inspection.diff.difference import Difference, DiffRow, elements_of, is_beginning, shown, sketched, state_of
-from gaff.inspection.diff.pairs import Pair, Pairing, renaming
+from gaff.inspection.diff.pairs import Pair, Pairing, is_in_lists, moves, renaming
 from gaff.inspection.diff.rounding import LITTLE, Drift, allowance, has_kinks
 from gaff.inspection.trace import Trace
 from gaff.record.trace_rows import CallRow, Gradient, ParameterRow
@@ -82,8 +82,8 @@ def _paired(a: Trace, b: Trace, renamed: Mapping[str, str]) -> Pairing[CallRow]:
     """Which calls are the same thing: by address, by weights, by what they return, then by order and shapes.
 
     Where something was put in between, so that layers are called what others are called in the other model, addresses
-    come after weights and what is returned. The last are guesses, between two calls that are known to be the same; what
-    has calls inside is none that has none.
+    come after weights and what is returned, and members of a list are called what those beside them say. The last are
+    guesses, between two calls that are known to be the same; what has calls inside is none that has none.
     """
     pairing = Pairing(a.rows, b.rows)
     paths = _paths(a), _paths(b)
@@ -94,9 +94,12 @@ def _paired(a: Trace, b: Trace, renamed: Mapping[str, str]) -> Pairing[CallRow]:
     if not is_shifted:
         pairing.by_name(lambda row: row.site)
     pairing.by_likeness("weights", *weights)
+    moved = moves(((a.rows[one].path, b.rows[other].path) for one, other, _ in pairing.pairs), paths)
+    if is_shifted and moved:
+        pairing.by_name(lambda row: row.site, renaming(moved, paths), "neighbours")
     pairing.by_likeness("what they return", *_returned(pairing))
     if is_shifted:
-        pairing.by_name(lambda row: row.site)
+        pairing.by_name(lambda row: row.site, lambda site: None if is_in_lists(site, moved) else site)
     leaves = [_has_no_calls(trace) for trace in (a, b)]
     shapes = [
         [(row.output, is_leaf) for row, is_leaf in zip(trace.rows, known, strict=True)]
@@ -444,9 +447,8 @@ def _told(gradient: Gradient) -> str:
 
 
 def _paired_parameters(a: Trace, b: Trace, calls: Pairing[CallRow]) -> list[Pair]:
-    """Parameters that are the same thing: those of one address, and of modules that are, by name and then by shape."""
+    """Parameters that are the same thing: of modules that are by name, those of one address, of modules by shape."""
     pairing = Pairing(a.parameters, b.parameters)
-    pairing.by_name(lambda row: row.site)
     owners: tuple[dict[str, int], dict[str, int]] = {}, {}
     for at, pair in enumerate(calls.pairs):
         owners[0].setdefault(a.rows[pair.a].path, at)
@@ -459,6 +461,8 @@ def _paired_parameters(a: Trace, b: Trace, calls: Pairing[CallRow]) -> list[Pair
             for trace, known in zip((a, b), held, strict=True)
         ]  # fmt: skip
         pairing.by_likeness(how, *keys)
+        if how == "name":
+            pairing.by_name(lambda row: row.site)
     return pairing.pairs
 
 
