@@ -650,6 +650,7 @@ def test_what_a_signal_handler_of_the_program_raises_reaches_the_program(every, 
         for trial in range(12):
             model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
             optimizer, x = sgd(model), torch.randn(8, 16)
+            torch.set_grad_enabled(True)  # an exception between the two halves of entering ``no_grad`` leaves it off
             with gaff.watch(model, optimizer, every=every, out=tmp_path / str(trial)) as watch:
                 alive.append((model, optimizer, watch))
                 try:
@@ -665,6 +666,7 @@ def test_what_a_signal_handler_of_the_program_raises_reaches_the_program(every, 
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        torch.set_grad_enabled(True)
     assert reached == 12
 
 
