@@ -242,6 +242,30 @@ def test_two_models_of_one_optimizer_train_in_eval_mode(tmp_path):
     assert set(record.scalar("samples").values) == {16}
 
 
+@pytest.mark.parametrize("way", ["mean", "sum", "weighted"])
+@pytest.mark.parametrize("are_pairs", [True, False])
+def test_a_loss_of_pairs_both_ways_is_held_against_guessing(tmp_path, way, are_pairs):
+    torch.manual_seed(0)
+    hidden = torch.randn(256, 8)
+    a, b = hidden @ torch.randn(8, 16), hidden @ torch.randn(8, 12)
+    first, second = (nn.Sequential(nn.Linear(n, 32), nn.GELU(), nn.Linear(32, 16)) for n in (16, 12))
+    optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()], 1e-3)
+
+    def loss(rows):
+        other = rows if are_pairs else rows[torch.randperm(32)]
+        one, two = F.normalize(first(a[rows]), dim=-1), F.normalize(second(b[other]), dim=-1)
+        scores, labels = 10 * one @ two.T, torch.arange(32)
+        across, down = F.cross_entropy(scores, labels), F.cross_entropy(scores.T, labels)
+        return {"mean": lambda: (across + down) / 2, "sum": lambda: across + down,
+                "weighted": lambda: 0.25 * across + 0.75 * down}[way]()  # fmt: skip
+
+    verdict = steps_of(nn.ModuleList([first, second]), optimizer, tmp_path / "run", 200,
+                       lambda: (torch.randperm(256)[:32],), loss).verdict  # fmt: skip
+    assert (verdict.state == "healthy") is are_pairs, str(verdict)
+    if not are_pairs:
+        assert "stays at the level of guessing" in str(verdict)
+
+
 @pytest.mark.parametrize("kind", ["in the data", "a logarithm"])
 def test_a_nan_of_known_origin_is_not_put_on_the_scale_of_inputs(tmp_path, kind):
     torch.manual_seed(0)

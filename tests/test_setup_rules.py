@@ -409,6 +409,7 @@ SOFT = torch.rand(8, 3).softmax(-1)
         ),
         (lambda model, x, y: F.cross_entropy(model(x), y) + model.weight.square().sum(), set()),
         (lambda model, x, y: -F.cross_entropy(model(x), y), {"negated"}),
+        (lambda model, x, y: F.cross_entropy(model(x), y) + F.cross_entropy(model(x), y), set()),  # not of pairs
     ],
 )
 def test_what_the_graph_behind_a_loss_tells(loss_of, told):

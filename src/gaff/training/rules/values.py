@@ -348,13 +348,15 @@ def initial_loss(sample: Sample, past: Past) -> Iterator[Hit]:
     classes = sample.facts.get("classes")
     if past.looks > 1 or sample.step or not classes:
         return
-    name, expected = classes["loss"], math.log(classes["count"])
+    name, expected = classes["loss"], classes.get("times", 1.0) * math.log(classes["count"])
     factor = sample.facts.get("factor", {})
     value = sample.losses.get(name)
     if value is not None and factor.get("loss") == name:
         value /= factor["by"]
     if value is not None and value > 2 * expected + 1:
-        yield Hit(("", ""), f"the first loss is {value:.4g}; guessing gives ln({classes['count']}) = {expected:.4g}",
+        times = f"{classes['times']:.4g} " if classes.get("times", 1.0) != 1 else ""
+        yield Hit(("", ""),
+                  f"the first loss is {value:.4g}; guessing gives {times}ln({classes['count']}) = {expected:.4g}",
                   loss=value, expected=expected, classes=classes["count"])  # fmt: skip
 
 

@@ -54,7 +54,8 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     Follows the first input of each node, ten nodes deep, past views. Reads no value that is on a device, so it waits
     for none.
 
-    - ``classes``: how many classes a mean of the negative log-likelihood has that is the loss itself, no part of a sum
+    - ``classes``: how many classes a mean of the negative log-likelihood has that is the loss itself, no part of a sum;
+      or each of the two that are all of it, of pairs with one another both ways
     - ``mean_of``: that a mean squared or absolute error, or a mean binary cross entropy, is it
     - ``nll``: that it, or a CTC loss, was not given log-probabilities
     - ``axis``: that its softmax or log_softmax ran over the batch
@@ -70,11 +71,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     - ``summed``: that it is a sum of negative log-likelihoods, divided by a number: how many times their mean it is
     """
     found: dict[str, Any] = {}
-    node: Any = loss.grad_fn
-    chain: list[Any] = []
-    while node is not None and len(chain) < _DEPTH:
-        chain.append(node)
-        node = next((one for one, _ in node.next_functions if one is not None), None)
+    chain = _chain_of(loss.grad_fn)
     factor = weight = 1.0
     while chain and (last := _factor_of(chain[0])) is not None:
         weight *= last if chain[0].name().startswith("Mul") else 1.0
@@ -103,7 +100,42 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     spread = _spread(chain, names)
     if spread is not None:
         found["spread"] = {"loss": name, **spread}
+    found |= _both_ways(chain, names, name)
     return found
+
+
+def _chain_of(node: Any) -> list[Any]:
+    """A node and those behind it, along the first input of each, ten at the most."""
+    chain: list[Any] = []
+    while node is not None and len(chain) < _DEPTH:
+        chain.append(node)
+        node = next((one for one, _ in node.next_functions if one is not None), None)
+    return chain
+
+
+def _both_ways(chain: list[Any], names: list[str], name: str) -> dict[str, Any]:
+    """What is known of a sum of two mean cross entropies of pairs with one another, by rows and by columns (CLIP).
+
+    Each is over as many classes as there are examples; ``times``: how many times the mean of the two their sum is.
+    """
+    if names[:1] != ["AddBackward"]:
+        return {}
+    counts, times = set[int](), 0.0
+    for one, _ in chain[0].next_functions:
+        behind, factor = _chain_of(one), 1.0
+        while behind and (last := _factor_of(behind[0])) is not None:
+            factor, behind = factor * last, behind[1:]
+        plain = [one for one in behind if not _is_view(one.name().rstrip("0123456789"))][:2]
+        told = [one.name().rstrip("0123456789") for one in plain]
+        shape: Any = getattr(kept_by(plain[1], "result"), "shape", ()) if len(plain) == 2 else ()
+        is_mean = told == ["NllLossBackward", "LogSoftmaxBackward"] and getattr(plain[0], "_saved_reduction", 0) == 1
+        if not is_mean or len(shape) != 2 or shape[0] != shape[1] or factor <= 0:
+            return {}
+        counts.add(int(shape[0]))
+        times += factor
+    if len(counts) != 1:
+        return {}
+    return {"classes": {"loss": name, "count": counts.pop(), "times": times}, "scores": name}
 
 
 def teaches_targets(loss: Tensor) -> bool:

@@ -322,7 +322,8 @@ def _guess(told: Mapping[str, Any]) -> tuple[str, float]:
     targets = told.get("targets", ())
     if "classes" in told:
         entropy = next((one["entropy"] for one in targets if "entropy" in one), math.inf)
-        among = math.log(told["classes"]["count"])  # of pairs the right one may be the first, whatever is given
+        among = told["classes"].get("times", 1.0) * math.log(told["classes"]["count"])
+        # of pairs the right one may be the first, whatever is given
         return told["classes"]["loss"], among if "scores" in told else min(entropy, among)
     spreads = [one["spread"] for one in targets if "spread" in one]
     return (told["mean_of"], spreads[0]) if "mean_of" in told and len(spreads) == 1 else ("", 0.0)
