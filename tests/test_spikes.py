@@ -113,3 +113,9 @@ def test_spikes_that_follow_one_another_are_told_by_the_first():
         kept.add(Finding(rule="loss_spike", site="", model="", since=step, severity="warning", message=f"{step}",
                           cause="", remedy="", last=step))  # fmt: skip
         assert [(one.since, one.last) for one in kept.findings] == [(140, 140) if step == 140 else (102, step)]
+
+
+def test_the_highest_of_a_stretch_is_a_value_that_was_there():
+    warmed = Curve.of((step, min(1.0, (step + 1) / 100)) for step in range(240))
+    assert (warmed.at(0), warmed.highest_from(0)) == (0.055, 0.2)
+    assert warmed.highest_from(95) == warmed.highest_from(239) == 1.0

@@ -22,10 +22,10 @@ class Curve:
 
     The last one is up to half as long again, or shorter by up to a half.
 
-    ``steps``: the first step of each stretch; ``values``: its median; ``spread``: the mean distance of a single step
-    from the median of its stretch. What is not finite is left out, and
-    ``start``: its very first value; ``nonfinite_since`` tells the first such step; ``early_peak``: the highest of the
-    first fifty values, with its step; ``late_peak``: the highest of the second half.
+    What is not finite is left out. ``steps``: the first step of each stretch; ``values``: its median; ``spread``: the
+    mean distance of a single step from the median of its stretch; ``start``: the very first value; ``nonfinite_since``:
+    the first step that is not finite; ``early_peak``: the highest of the first fifty values, with its step;
+    ``late_peak``: the highest of the second half; ``highs``: the highest value of each stretch.
     """
 
     steps: tuple[int, ...]
@@ -35,6 +35,7 @@ class Curve:
     nonfinite_since: int | None = None
     early_peak: tuple[int, float] = (0, -math.inf)
     late_peak: float = -math.inf
+    highs: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, float]]) -> Curve:
@@ -53,6 +54,7 @@ class Curve:
             tuple(one[0][0] for one in stretches), tuple(middles), spread, known[0][1] if known else math.inf, bad,
             max(known[:_EARLY], key=lambda pair: pair[1], default=(0, -math.inf)),
             max((value for _, value in known[len(known) // 2 :]), default=-math.inf),
+            tuple(max(value for _, value in one) for one in stretches),
         )  # fmt: skip
 
     @property
@@ -76,9 +78,9 @@ class Curve:
         return self.values[max(0, bisect_right(self.steps, step) - 1)]
 
     def highest_from(self, step: int) -> float:
-        """The larger of the medians of the stretch that a step lies in and of the next one."""
+        """The highest value in the stretch that a step lies in and in the next one."""
         at = max(0, bisect_right(self.steps, step) - 1)
-        return max(self.values[at : at + 2])
+        return max(self.highs[at : at + 2])
 
     @property
     def last(self) -> float:
