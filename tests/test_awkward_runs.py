@@ -266,6 +266,29 @@ def test_a_loss_of_pairs_both_ways_is_held_against_guessing(tmp_path, way, are_p
         assert "stays at the level of guessing" in str(verdict)
 
 
+@pytest.mark.parametrize("wrong", ["model", "averaged", ""])
+def test_each_of_two_models_is_looked_at_as_it_is_evaluated(tmp_path, wrong):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 4))
+    averaged = copy.deepcopy(model).requires_grad_(requires_grad=False).train(wrong == "averaged")
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with gaff.watch(out=tmp_path / "run", every=10) as watch:
+        for step in range(60):
+            model.train()
+            optimizer.zero_grad()
+            model(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+            if step % 10 == 9:
+                model.train(wrong == "model")
+                with torch.no_grad():
+                    for one in (model, averaged):
+                        for _ in range(4):
+                            one(torch.randn(8, 16))
+    assert watch.failure is None
+    found = {one.model for one in gaff.load(tmp_path / "run").findings if one.rule == "train_mode_in_eval"}
+    assert found == ({wrong} if wrong else set())
+
+
 @pytest.mark.parametrize("kind", ["in the data", "a logarithm"])
 def test_a_nan_of_known_origin_is_not_put_on_the_scale_of_inputs(tmp_path, kind):
     torch.manual_seed(0)

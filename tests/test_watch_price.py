@@ -149,7 +149,8 @@ def test_rollouts_between_looks_are_only_counted_and_change_no_count(tmp_path):
         with torch.no_grad():
             for _ in range(150):
                 model(torch.randn(3, 4))
-        assert watch._watcher._looks._evals + watch._watcher._calls.passing.passed == 150
+        looks = watch._watcher._looks
+        assert looks._evaluations["model"].runs + watch._watcher._calls.passing.passed == 150
         model.train()
         learn(model, optimizer, 1)
     assert watch.failure is None

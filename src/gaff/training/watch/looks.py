@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,35 @@ _EACH = 8  # runs of a step of which each is looked at
 _THEN = 32  # of so many one
 
 
+@dataclass(slots=True)
+class _Evaluations:
+    """What ran without gradients of one model: how many ``runs`` since it last trained, and of these in training mode.
+
+    ``began``: how many evaluations did; ``latest``: the step of the latest run; ``looked_at``: that of the latest first
+    run that was looked at.
+    """
+
+    runs: int = 0
+    in_training_mode: int = 0
+    began: int = 0
+    latest: int = -_OFTEN
+    looked_at: int | None = None
+
+    def add(self, runs: int, *, is_in_training_mode: bool) -> None:
+        self.runs += runs
+        self.in_training_mode += runs if is_in_training_mode else 0
+
+    def may_be_looked_at(self, step: int, distance: int) -> bool:
+        """Whether the last evaluation looked at is long enough ago, ten steps at least.
+
+        A teacher that runs in every step is an evaluation, too, and must not be looked at each time. The first few are
+        looked at when ten steps have passed.
+        """
+        self.began += 1
+        distance = 10 if self.began <= _FEW else distance
+        return self.looked_at is None or step - self.looked_at >= max(10, distance)
+
+
 class Looks:
     """Decides which runs are looked at, and hands what hooks tell to the sampled step in progress.
 
@@ -50,11 +80,9 @@ class Looks:
         self._shield = shield
         self._evaluated = evaluated
         self._target: SampledStep | None = None  # of what is called now
-        self._evals = 0  # runs without gradients since the last one with
-        self._latest_eval = -_OFTEN  # step of the latest of them
-        self._looked_at_eval: int | None = None  # step of the latest one that was looked at
-        self._in_training_mode: dict[str, int] = {}  # how many of them, by model
-        self._asked = 0  # evaluations that began
+        self._latest_eval = -_OFTEN  # step of the latest run without gradients
+        self._evaluations: dict[str, _Evaluations] = {}  # by model
+        self._counted: tuple[_Evaluations, bool] | None = None  # whose runs are only counted, if in training mode
         self.modes = TrainingModes()
         self._heard = EvaluationCalls(models, shield, heard)
 
@@ -114,9 +142,10 @@ class Looks:
         ``module`` is what was called, ``model`` the watched model it belongs to. Beyond 256 runs before the first step
         the look is called endless.
         """
-        self._evals = 0
+        for one in self._evaluations.values():
+            one.runs = one.in_training_mode = 0
+        self._counted = None
         self._heard.over()
-        self._in_training_mode.clear()
         sampled = self._target = self.sampled
         model.has_run = True
         has_acted = self.modes.acting.trains(model.name, args, kwargs)
@@ -137,44 +166,46 @@ class Looks:
     def evaluation_begins(
         self, step: int, model: Model, module: nn.Module, given: tuple[Any, Any], distance: int
     ) -> None:
-        """A run that does not train begins: the first of each evaluation is looked at, and then ever fewer.
+        """A run that does not train begins: of each model the first of an evaluation is looked at, then ever fewer.
 
         ``given``: the positional and keyword arguments of the call; ``distance``: steps between looks at training.
-        First runs that are looked at are as many steps apart, and at least ten. Hooks are on for this one run.
+        First runs of a model that are looked at are as many steps apart, and at least ten. Hooks are on for this run.
 
         A model that is in training mode though it runs without gradients is told to the rules (``train_mode``) only
         where it has a dropout or a BatchNorm, and was so ten times in a row or for the first time in five steps: a
         rollout or a teacher that runs in each step is no evaluation, nor is what renews BatchNorm's statistics.
         """
         self._count_passed()
-        runs = 1 + (self._calls.passing.passed if self._evals else 0)  # those before it that were only counted
+        known = self._evaluations.setdefault(model.name, _Evaluations())
+        if self._counted is not None:
+            self._counted[0].add(self._calls.passing.passed, is_in_training_mode=self._counted[1])
         self._calls.passing.passed = 0
-        self._evals += runs
         self.modes.acting.asked(model.name, *given)
-        since = self._listen(step)
-        if module.training and not torch.is_grad_enabled() and not step_facts.renews_statistics():
-            self._in_training_mode[model.name] = self._in_training_mode.get(model.name, 0) + runs
-        self._target = None
-        if self._evals in _LOOKED_AT and (self._evals > 1 or self._may_evaluate(step, distance)):
+        self._listen(step)
+        since, known.latest = step - known.latest, step
+        is_wrong = module.training and not torch.is_grad_enabled() and not step_facts.renews_statistics()
+        known.add(1, is_in_training_mode=is_wrong)
+        self._target = self._counted = None
+        if known.runs in _LOOKED_AT and (known.runs > 1 or known.may_be_looked_at(step, distance)):
+            known.looked_at = step
             sampled = self._target = SampledStep(step, "eval", self._models, self._shield)
             sampled.facts["training"] = module.training
-            often = self._in_training_mode.get(model.name, 0)  # a rollout or teacher in each step is no evaluation
-            # a dropout that is a function is heard
-            if often >= 10 or (often and min(since, step) >= _OFTEN):
+            # a rollout or teacher in each step is no evaluation; a dropout that is a function is heard
+            if known.in_training_mode >= 10 or (is_wrong and min(since, step) >= _OFTEN):
                 sampled.facts["train_mode"] = [model.name] if step_facts.has_modes(module) else []
             sampled.root_given(model.name, self._models.path_of(module), *given)
             self._calls.switch(is_on=True)
             self._heard.run_begins(sampled, is_training=module.training)
         elif self.sampled is None:
-            coming = next((one for one in _LOOKED_AT if one > self._evals), _EVER) - self._evals - 1
-            self._calls.count_only(coming, trains=False)
+            self._counted = known, is_wrong
+            self._calls.count_only(next((one for one in _LOOKED_AT if one > known.runs), _EVER) - known.runs - 1,
+                                   trains=False)  # fmt: skip
 
-    def _listen(self, step: int) -> int:
-        """Hear the losses of an evaluation that a run may begin; returns how many steps ago the latest one was."""
+    def _listen(self, step: int) -> None:
+        """Hear the losses of an evaluation that a run may begin, where none has run for some steps."""
         since, self._latest_eval = step - self._latest_eval, step
         if since >= _HEARD:
             self._heard.listen(step)
-        return since
 
     def follow(self, model: Model) -> None:
         """A run of ``model`` begins: hooks inside its compiled code are on exactly where somebody looks."""
@@ -189,7 +220,6 @@ class Looks:
         if target is not None and target.phase == "eval":
             self._heard.run_ends()
             target.close()
-            self._looked_at_eval = step
             self._evaluated(target)
             self._calls.look_inside(model, is_on=self.sampled is not None)
         elif target is not None:
@@ -230,13 +260,3 @@ class Looks:
         if self.sampled is not None:
             self.sampled.runs.all += self._calls.passing.passed
             self._calls.passing.passed = 0
-
-    def _may_evaluate(self, step: int, distance: int) -> bool:
-        """Whether the last evaluation looked at is long enough ago, ten steps at least.
-
-        A teacher that runs in every step is an evaluation, too, and must not be looked at each time. The first few are
-        looked at when ten steps have passed.
-        """
-        self._asked += 1
-        distance = 10 if self._asked <= _FEW else distance
-        return self._looked_at_eval is None or step - self._looked_at_eval >= max(10, distance)
