@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gaff.compat import distributed
 
 
-def norms_of(tensors: list[Tensor], kind: float) -> tuple[list[Tensor] | None, Tensor]:
-    """The norm of each tensor and of all together, bit by bit as ``torch.nn.utils.get_total_norm``.
+def norms_of(tensors: list[Tensor], kind: float) -> tuple[list[Tensor], Tensor]:
+    """The norm of each tensor, on its device, and of all together, bit by bit as ``torch.nn.utils.get_total_norm``.
 
-    ``kind`` is the p of the norm. Those of single tensors are None where the tensors lie on several devices or in
-    several types. Nothing is synchronised; of DTensors every process of their meshes must ask.
+    ``kind`` is the p of the norm. Nothing is synchronised; of DTensors every process of their meshes must ask.
     """
     if any(distributed.is_spread(one) for one in tensors):
         return distributed.norms_of(tensors, kind)
     first = tensors[0]
-    if any(one.dtype != first.dtype or one.device != first.device for one in tensors):
-        return None, torch.nn.utils.get_total_norm(tensors, kind)
+    if all(one.dtype == first.dtype and one.device == first.device for one in tensors):
+        norms = _norms_of_a_kind(tensors, kind)
+        return norms, torch.linalg.vector_norm(torch.stack(norms), kind)
+    places: list[int] = []  # in the order of torch's groups, which the bits of the sum depend on
+    for _, found in _group_tensors_by_device_and_dtype([tensors], with_indices=True).values():  # type: ignore[list-item]
+        places += found
+    kinds = itertools.groupby(places, lambda at: (tensors[at].device, tensors[at].dtype))
+    each = [norm for _, group in kinds for norm in _norms_of_a_kind([tensors[at] for at in group], kind)]
+    total = torch.linalg.vector_norm(torch.stack([norm.to(first.device) for norm in each]), kind)
+    known = dict(zip(places, each, strict=True))
+    return [known[at] for at in range(len(tensors))], total
+
+
+def _norms_of_a_kind(tensors: list[Tensor], kind: float) -> list[Tensor]:
+    """The norm of each of some tensors of one device and dtype."""
     try:
-        norms = list(torch._foreach_norm(tensors, kind))
+        return list(torch._foreach_norm(tensors, kind))
     except RuntimeError:  # no such kernel for this device or type
-        norms = [torch.linalg.vector_norm(one, kind) for one in tensors]
-    return norms, torch.linalg.vector_norm(torch.stack(norms), kind)
+        return [torch.linalg.vector_norm(one, kind) for one in tensors]
 
 
 def scale_all(tensors: list[Tensor], factor: Tensor) -> None:

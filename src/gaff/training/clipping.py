@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gaff.address.resolve import need_module
 from gaff.compat import distributed, elements, flat_shards, foreach
-from gaff.engine.process.optimizer import AccumulationWatch, StepGuard, unwrap_optimizer
+from gaff.engine.process.optimizer import AccumulationWatch, StepGuard, is_inner_step, unwrap_optimizer
 from gaff.engine.process.training_loop import tell_clipped
 from gaff.errors import NonFiniteError, PlanError
 from gaff.sessions.receipt import CHANGING
@@ -45,14 +45,7 @@ class Clipping:
         parameters are spread over processes, all of these must ask for the same limits: it is an error too where one of
         them has not within five minutes.
         """
-        real = unwrap_optimizer(optimizer)
-        if not isinstance(real, torch.optim.Optimizer):
-            raise PlanError(
-                f"expected a torch optimizer, got a {type(optimizer).__name__}; gradients of single layers are edited: "
-                "gaff.edit(model, {'conv1.*:grad': gaff.edits.clamp(-1, 1)})"
-            )
-        if isinstance(real, torch.optim.LBFGS) and "skip" in (limits.nonfinite, limits.spike):
-            raise PlanError("LBFGS evaluates several times within a step and keeps state of each: it cannot be skipped")
+        real = _need_optimizer(optimizer, limits)
         if model is not None:
             need_module(model)
         if limits.when == "backward" and views:
@@ -86,6 +79,8 @@ class Clipping:
         with ExitStack() as opening:
             opening.callback(self._guard.close)
             self._guard.open()
+            for name, inner in _inner_optimizers(real):
+                opening.callback(inner.register_step_pre_hook(_Refusal(type(real).__name__, name)).remove)
             if backward is not None:
                 opening.callback(backward.close)
                 backward.open(self._guard.is_overflow_of_scaler)
@@ -124,6 +119,7 @@ class Clipping:
     def _begin(self) -> None:
         """Begin a step: the optimizer calls this before it evaluates a closure or uses a gradient."""
         self._parameters.look()
+        self.audit.names = self._parameters.names
         self._parameters.evaluations = 0
         self._views.begin()
 
@@ -178,7 +174,7 @@ class Clipping:
         self,
         gradients: list[Tensor],
         numbers: list[int],
-        norms: list[Tensor] | None,
+        norms: list[Tensor],
         total: Tensor,
         bad: tuple[str, ...],
         is_told: bool,
@@ -202,8 +198,7 @@ class Clipping:
         elif limits.adaptive is not None:
             self.audit.add_each(numbers, list(map(self._parameters.clip_units, numbers, gradients)))
         elif limits.per != "global" and limits.norm is not None:
-            each = norms or [torch.linalg.vector_norm(one, limits.norm_type) for one in gradients]
-            each = self._parameters.norms_together(numbers, each)
+            each = self._parameters.norms_together(numbers, norms)
             factors = [(limits.norm / (one + TINY)).clamp(max=1.0) for one in each]
             foreach.scale_each(gradients, factors)
             self.audit.add_each(numbers, [one < 1 for one in factors])
@@ -214,7 +209,7 @@ class Clipping:
                 self._norms.add(torch.minimum(total, usual), total)
                 if limits.spike == "skip":
                     skip = (skip | (total > usual)) if is_told else bool(skip) or bool(total > usual)
-                    told = usual if told is None else told
+                    told = usual if told is None else torch.where(total > usual, usual, told)
                 else:
                     limit = told = usual if limit is None else usual.clamp(max=limit)
             if limits.norm is not None:
@@ -222,9 +217,57 @@ class Clipping:
             if limit is not None:
                 factor = (limit / (total + TINY)).clamp(max=1.0)
                 foreach.scale_all(gradients, factor)
-        largest = torch.stack(norms).argmax() if norms is not None and factor is not None else None
+        apart = [one.to(norms[0].device) for one in norms] if factor is not None else []
+        largest = torch.stack(apart).argmax() if apart else None
         self.audit.add(total, factor, told, largest, numbers=numbers, skipped=skip, nonfinite=bad)
         return skip
+
+
+def _need_optimizer(optimizer: Any, limits: Limits) -> Any:
+    """The torch optimizer inside what was given; raises PlanError where there is none, or none that limits act on."""
+    real = unwrap_optimizer(optimizer)
+    if not isinstance(real, torch.optim.Optimizer):
+        raise PlanError(
+            f"expected a torch optimizer, got a {type(optimizer).__name__}; gradients of single layers are edited: "
+            "gaff.edit(model, {'conv1.*:grad': gaff.edits.clamp(-1, 1)})"
+        )
+    if "_optimizer_step_pre_hooks" not in vars(real):
+        raise PlanError(
+            f"a {type(real).__name__} that has not called Optimizer.__init__ takes no hooks: expected the optimizer "
+            "that it steps by"
+        )
+    if isinstance(real, torch.optim.LBFGS) and "skip" in (limits.nonfinite, limits.spike):
+        raise PlanError("LBFGS evaluates several times within a step and keeps state of each: it cannot be skipped")
+    return real
+
+
+class _Refusal:
+    """Raises PlanError where an optimizer that another one holds is stepped by itself: limits of the other do not act.
+
+    So it is with a SAM whose ``second_step`` a training loop calls.
+    """
+
+    def __init__(self, outer: str, name: str) -> None:
+        self._told = (
+            f"these limits are on a {outer}, and its {name!r} was stepped outside of its own step, so that they do not "
+            f"act: expected gaff.clip_gradients(optimizer.{name}, ...); nothing was stepped"
+        )
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not is_inner_step(optimizer):
+            raise PlanError(self._told)
+
+
+def _inner_optimizers(optimizer: Any) -> list[tuple[str, Any]]:
+    """The optimizers that one holds, by the names of its attributes, which step parameters of its own and take hooks."""
+    own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    held = [(name, one) for name, one in vars(optimizer).items() if isinstance(one, torch.optim.Optimizer)]
+    return [
+        (name, one)
+        for name, one in held
+        if "_optimizer_step_pre_hooks" in vars(one)
+        and any(id(parameter) in own for group in one.param_groups for parameter in group["params"])
+    ]
 
 
 class _Window:

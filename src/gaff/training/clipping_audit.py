@@ -23,14 +23,15 @@ _ROWS = 1000  # steps told one by one; counts go on
 class StepRow:
     """One step as plain numbers: what the norm was, what it was limited to, and what came of that.
 
-    ``norm``: of all gradients together, before limiting; ``limit``: the largest norm allowed, None where it was not
-    that norm which was limited; ``factor``: what gradients were multiplied with, 1 for nothing; ``largest``: name of
-    the parameter whose gradient had the largest norm, empty where gradients were not scaled together; ``nonfinite``:
-    names of those with NaN or inf.
+    ``norm``: of all gradients together, before limiting, None where each was limited as it came
+    (``when="backward"``); ``limit``: the largest norm allowed, None where it was not that norm which was limited;
+    ``factor``: what gradients were multiplied with, 1 for nothing; ``largest``: name of the parameter whose gradient
+    had the largest norm, empty where gradients were not scaled together; ``nonfinite``: names of those with NaN or inf.
+    Names are those that parameters had at that step.
     """
 
     step: int
-    norm: float
+    norm: float | None
     limit: float | None
     factor: float
     largest: str
@@ -42,7 +43,7 @@ class StepRow:
 class _Raw(NamedTuple):
     """One step as it was told: its numbers may still be tensors on a device.
 
-    ``numbers``: which parameters had gradients, as places in the audit's ``names``; ``largest``: a place in these.
+    ``numbers``: which parameters had gradients, as places in ``names``; ``largest``: a place in these numbers.
     """
 
     step: int
@@ -51,6 +52,7 @@ class _Raw(NamedTuple):
     factor: Any
     largest: Any
     numbers: Sequence[int]
+    names: Sequence[str]
     skip: Any
     nonfinite: tuple[str, ...]
     changed: Any
@@ -59,17 +61,18 @@ class _Raw(NamedTuple):
 class Audit:
     """Counts over all steps, and the last thousand one by one. Reading waits for the device.
 
-    Made by ``Clipping``, which adds to it at each step; stays readable when the limits are removed.
+    Made by ``Clipping``, which adds to it at each step; stays readable when the limits are removed. ``names``: those of
+    the optimizer's parameters in its order, another list where these have become others.
     """
 
     def __init__(self) -> None:
         self.steps = 0  # evaluations, where steps have closures
-        self.names: list[str] = []
+        self.names: Sequence[str] = ()
         self._rows: deque[_Raw] = deque(maxlen=_ROWS)
         self._clipped: Any = 0
         self._skipped: Any = 0
         self._nonfinite: Counter[str] = Counter()
-        self._each: dict[int, Any] = {}
+        self._each: dict[str, Any] = {}
         self._is_any: Tensor | None = None  # whether a rule for single parameters changed something in this step
 
     def add(
@@ -85,30 +88,32 @@ class Audit:
     ) -> None:
         """Take in one step, as tensors where they are; nothing is waited for.
 
-        ``norm`` None: a step without gradients, which is counted only. ``largest``: place of the largest norm in
-        ``numbers``; ``nonfinite``: names of parameters. What ``add_each`` told before belongs to the same step.
+        ``norm`` None: a step without gradients, which is counted only, or one whose gradients were told of by
+        ``add_each`` as they came. ``largest``: place of the largest norm in ``numbers``; ``nonfinite``: names of
+        parameters. What ``add_each`` told before belongs to the same step.
         """
-        is_any, self._is_any = self._is_any, None
-        if norm is not None:
-            changed = factor < 1 if factor is not None else is_any
-            self._rows.append(_Raw(self.steps, norm, limit, factor, largest, numbers, skipped, nonfinite, changed))
+        changed = factor < 1 if factor is not None else self._is_any
+        self._is_any = None
+        if norm is not None or changed is not None or nonfinite:
+            self._rows.append(
+                _Raw(self.steps, norm, limit, factor, largest, numbers, self.names, skipped, nonfinite, changed)
+            )
         self.steps += 1
-        if factor is not None:
-            self._clipped = self._clipped + (factor < 1)
+        if changed is not None:
+            self._clipped = self._clipped + changed
         self._skipped = self._skipped + skipped
         self._nonfinite.update(nonfinite)
 
     def add_each(self, numbers: Sequence[int], changed: Sequence[Tensor]) -> None:
-        """Take in which parameters a rule for single ones changed in this step; comes before ``add``.
+        """Take in which parameters a rule for single ones changed in this step; comes before ``add``, perhaps often.
 
         ``changed``: a flag for each of ``numbers``, as a tensor; the step counts as clipped where one is set.
         """
         for number, flag in zip(numbers, changed, strict=True):
-            self._each[number] = self._each.get(number, 0) + flag
+            self._each[self.names[number]] = self._each.get(self.names[number], 0) + flag
         if changed:
             is_any = torch.stack([flag.to(changed[0].device) for flag in changed]).any()
-            self._clipped = self._clipped + is_any
-            self._is_any = is_any
+            self._is_any = is_any if self._is_any is None else self._is_any | is_any.to(self._is_any.device)
 
     @property
     def clipped(self) -> int:
@@ -128,7 +133,7 @@ class Audit:
     @property
     def parameters(self) -> dict[str, int]:
         """How often each parameter was clipped by itself; of a global norm, how often it had the largest share."""
-        counts: Counter[str] = Counter({self.names[number]: int(count) for number, count in self._each.items()})
+        counts: Counter[str] = Counter({name: int(count) for name, count in self._each.items()})
         counts.update(row.largest for row in self.rows if row.largest and row.factor < 1)
         return {name: count for name, count in counts.most_common() if count}
 
@@ -138,10 +143,10 @@ class Audit:
         return [
             StepRow(
                 raw.step,
-                float(raw.norm),
+                None if raw.norm is None else float(raw.norm),
                 None if raw.limit is None else float(raw.limit),
                 1.0 if raw.factor is None else float(raw.factor),
-                "" if raw.largest is None else self.names[raw.numbers[int(raw.largest)]],
+                "" if raw.largest is None else raw.names[raw.numbers[int(raw.largest)]],
                 raw.changed is not None and bool(raw.changed),
                 bool(raw.skip),
                 raw.nonfinite,
@@ -162,7 +167,7 @@ class Audit:
         cells = [
             (
                 str(row.step),
-                f"{row.norm:.4g}",
+                "" if row.norm is None else f"{row.norm:.4g}",
                 "" if row.limit is None else f"{row.limit:.4g}",
                 "" if row.factor == 1 else f"{row.factor:.4g}",
                 row.largest,

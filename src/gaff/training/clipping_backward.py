@@ -33,6 +33,7 @@ class BackwardClipping:
         self._is_scaled = False
         self._is_overflow: Callable[[], bool] = bool
         self._passed: set[int] = set()  # numbers of parameters whose gradient was not finite, and was left so
+        self._zeroed: dict[str, None] = {}  # names of those in which zeros took the place of what was not, in order
         self._parameters = parameters
         self._limits = limits
         self._audit = audit
@@ -70,11 +71,12 @@ class BackwardClipping:
         is_skipped = bool(numbers) and self._is_overflow()
         if numbers and not is_skipped:
             gradients = [one for number in numbers if (one := self._parameters.all[number].grad) is not None]
-            self._parameters.nonfinite(gradients, numbers)
+            self._zeroed.update(dict.fromkeys(self._parameters.nonfinite(gradients, numbers)))
             for gradient in gradients:
                 local = distributed.local_of(gradient)
                 local.masked_fill_(~local.isfinite(), 0)
-        self._audit.add(None, skipped=is_skipped)
+        self._audit.add(None, skipped=is_skipped, nonfinite=tuple(self._zeroed))
+        self._zeroed.clear()
         return is_skipped
 
     def _note_scaled(self, loss: Any, scaled: Any, scaler: Any) -> None:
@@ -102,7 +104,8 @@ class BackwardClipping:
             if self._is_scaled and not bool(local.isfinite().all()):
                 self._passed.add(number)
                 return gradient
-            if self._parameters.nonfinite([gradient], [number]):
+            if bad := self._parameters.nonfinite([gradient], [number]):
+                self._zeroed.update(dict.fromkeys(bad))
                 local = torch.where(local.isfinite(), local, 0)
             norm = self._norm(_with(gradient, local), elements.wide_type(gradient))
         if limits.value is not None:

@@ -25,8 +25,8 @@ class LimitedParameters:
     """The parameters of an optimizer, in its order, as they were when ``look`` was last called.
 
     ``all`` holds them, ``names`` what they are called: a path in the model, the name that the optimizer was given, or a
-    place in it. ``names`` is one list for good, so that whoever has it sees what is new. ``numbers``: the place of each
-    among all, by identity. ``model``: theirs, if it is known.
+    place in it; a new list where they have changed. ``numbers``: the place of each among all, by identity. ``model``:
+    theirs, if it is known.
     """
 
     def __init__(self, optimizer: Any, limits: Limits, model: nn.Module | None) -> None:
@@ -61,7 +61,7 @@ class LimitedParameters:
         self.all = new
         self.numbers = {id(one): number for number, one in enumerate(new)}
         self.flat = flat_shards(new)
-        self.names[:] = _names(self._optimizer, self.model)
+        self.names = _names(self._optimizer, self.model)
         if self._limits.adaptive is not None:
             owners = _owners(self.model)
             self._units = [_unit(one, owners.get(id(one)), name) for one, name in zip(new, self.names, strict=True)]
