@@ -1468,3 +1468,21 @@ def test_a_recurrence_that_grows_before_the_scores_of_classes(tmp_path, scale):
 
     name = told(tmp_path, train)[1].verdict.name
     assert (name == "begins_too_large") == (scale == 0.6), name
+
+
+@pytest.mark.parametrize("elements", [0, 3])
+def test_a_parameter_without_elements_here_misses_no_gradient(tmp_path, elements):
+    """As the parts of parameters that lie in other processes alone."""
+
+    def train():
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        model.part = nn.Parameter(torch.ones(elements))
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        for _ in range(20):
+            x = torch.randn(16, 4)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), x[:, :1]).backward()
+            optimizer.step()
+
+    rules = [one.rule for one in told(tmp_path, train)[1].findings]
+    assert ("no_gradient" in rules) == (elements > 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,40 @@ from gaff.record.log import MAGIC, LogReader
 from gaff.record.part import RankPart
 
 
-def in_order(files: list[Path]) -> list[Path]:
+def with_new(parts: list[RankPart], files: Iterable[Path]) -> list[RankPart]:
+    """Processes of a record with those whose logs are not among them yet, in the order of their numbers: their ranks.
+
+    Later logs that are still too short to be one wait for the next time. Of several with one rank, as processes without
+    ranks are, or those of groups that came one after another, later ones get the next free numbers.
+    """
+    found, known = list(parts), {part.reader.path for part in parts}
+    unknown = [one for one in files if one not in known and one.is_file()]
+    before = Counter(part.own for part in parts)
+    new: list[tuple[int, int, Path]] = []
+    for file in _in_order([one for one in unknown if not known or one.stat().st_size >= len(MAGIC)]):
+        own = rank_of(file)
+        new.append((before[own], own, file))
+        before[own] += 1
+    for generation, own, file in sorted(new, key=lambda one: one[:2]):
+        is_free = all(part.rank != own for part in found)
+        number = own if is_free else 1 + max(part.rank for part in found)
+        found.append(RankPart(number, LogReader(file), own, generation))
+    return sorted(found, key=lambda part: part.rank)
+
+
+def _in_order(files: list[Path]) -> list[Path]:
     """Logs by their rank; of those without one, which all are 0, first the processes that train, where others only call
-    a model, then the main one."""
-    return sorted(files, key=lambda one: (rank_of(one), len(files) > 1 and not _trains(one), len(one.name)))
+    a model, then the main one, and then as they began."""
+    told = {one: _told(one) if len(files) > 1 else (True, 0.0) for one in files}
+    return sorted(files, key=lambda one: (rank_of(one), not told[one][0], "-" in one.stem, told[one][1]))
 
 
-def _trains(file: Path) -> bool:
-    """Whether a process has written a step of an optimizer so far."""
+def _told(file: Path) -> tuple[bool, float]:
+    """Whether a process has written a step of an optimizer so far, and when it began to write."""
     part = RankPart(0, LogReader(file))
     if file.stat().st_size >= len(MAGIC):
         part.read()
-    return "lr" in part.logged
+    return "lr" in part.logged, part.began_at
 
 
 def rank_of(file: Path) -> int:

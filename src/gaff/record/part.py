@@ -27,7 +27,9 @@ _MOST_DEPTH = 20  # of evidence
 class RankPart:
     """What one process of the run has written so far.
 
-    A ``Record`` makes and owns one for each log. ``read`` only ever adds. ``tables`` are step and payload of each
+    A ``Record`` makes and owns one for each log. ``rank``: its number in the record, ``own``: the rank in the name of
+    its file, ``generation``: how many others with that rank came before it; ``began_at``, ``ended_at``: when it wrote its first
+    frame, and that it ended, in seconds since 1970. ``read`` only ever adds. ``tables`` are step and payload of each
     MATRIX frame in the order of the file, still compressed: ``table`` unpacks one when it is asked for and keeps it in
     ``parsed``, by its place and by whether its magnitudes were wanted. ``layouts`` are by number. The columns of
     ``series`` are always of one length, and ``step`` is one of them; the last steps are those of the ring where a
@@ -36,6 +38,10 @@ class RankPart:
 
     rank: int
     reader: LogReader
+    own: int = 0
+    generation: int = 0
+    began_at: float = math.inf
+    ended_at: float = math.inf
     layouts: dict[int, Layout] = field(default_factory=dict)
     tables: list[tuple[int, bytes]] = field(default_factory=list)  # step, payload
     logged: dict[str, array[float]] = field(default_factory=dict)  # the series without what the ring has
@@ -55,6 +61,8 @@ class RankPart:
                 self._add_series(self.logged, unpack_series(frame.payload))
             elif frame.kind == EVENT:
                 self.events.append((frame.step, _checked(frame.json())))
+                self.ended_at = frame.time if self.events[-1][1].get("kind") == "end" else self.ended_at
+            self.began_at = min(self.began_at, frame.time)
         self.series = self.logged
         if late := _late(self.reader.path.with_suffix(ENDING), max(self.logged.get("step", ()), default=-1.0)):
             self.series = {name: values[:] for name, values in self.logged.items()}

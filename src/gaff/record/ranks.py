@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -45,17 +46,19 @@ def divergence(parts: Sequence[RankPart]) -> list[Finding]:
     always differ, too, weights may be averaged at steps that were not looked at. Left out are weights that are alike
     again later, as those that are averaged from time to time, and parameters that each process has for itself.
     """
-    groups = {part.rank: _replicas(part) for part in parts}
-    if len(parts) < 2 or not any(groups.values()):
+    replicas = {part.rank: _replicas(part) for part in parts}
+    if len(parts) < 2 or not any(replicas.values()):
         return []
-    weights = {part.rank: _numbers_of(part, set(groups[part.rank]), "param") for part in parts}
-    gradients = {part.rank: _numbers_of(part, set(groups[part.rank]), "grad") for part in parts}
+    numbers = {part.own: part.rank for part in parts}  # in the record, by rank
+    weights = {part.rank: _numbers_of(part, set(replicas[part.rank]), "param") for part in parts}
+    gradients = {part.rank: _numbers_of(part, set(replicas[part.rank]), "grad") for part in parts}
     found: list[tuple[tuple[str, str], Finding]] = []
     averaged: set[tuple[str, str]] = set()
     for part in parts[1:]:
         differs: dict[tuple[str, str], Finding] = {}
         for (step, key), there in sorted(weights[part.rank].items(), key=lambda item: item[0][0]):
-            against = next((rank for rank in groups[part.rank].get(key[0], ()) if rank in weights), part.rank)
+            known = (numbers[own] for own in replicas[part.rank].get(key[0], ()) if own in numbers)
+            against = next(known, part.rank)
             first = weights[against].get((step, key), there)
             if there == first:
                 averaged |= differs.keys() & {key}
@@ -190,7 +193,7 @@ def _gone_first(parts: Sequence[RankPart], head: Mapping[str, Any]) -> Finding |
     None where it saw none, or where that process has written its own end, which says more.
     """
     gone = head.get("gone")
-    part = next((one for one in parts if isinstance(gone, dict) and one.rank == gone.get("rank")), None)
+    part = next((one for one in parts if isinstance(gone, dict) and one.own == gone.get("rank")), None)
     if part is None or part.latest("end") is not None:  # which tells of its error
         return None
     last = _last(part)
@@ -250,6 +253,17 @@ def of_wholes(found: Sequence[Finding], parts: Sequence[RankPart]) -> list[Findi
         return holders <= told[one.rule, one.model, one.site]
 
     return [one for one in found if is_of_whole(one)]
+
+
+def origins_first(found: Sequence[Finding]) -> list[Finding]:
+    """Findings in their order, but those about a NaN after another of the same step that knows where it began.
+
+    A NaN of one process is in the gradients of all that average them. What knows its origin says on which rank it is.
+    """
+    known = {one.since for one in found if one.rule == "nonfinite" and one.evidence}
+    told = [replace(one, message=f"{one.message}, on rank {one.rank}") if one.rule == "nonfinite" and one.evidence
+            else one for one in found]  # fmt: skip
+    return sorted(told, key=lambda one: one.rule == "nonfinite" and not one.evidence and one.since in known)
 
 
 def together(parts: Sequence[RankPart], key: tuple[str, str], stat: str, phase: str) -> tuple[list[int], list[float]]:

@@ -20,14 +20,14 @@ from gaff.record.absent import is_absent
 from gaff.record.curve import Curve
 from gaff.record.experiments import Experiments, compare, read_tried
 from gaff.record.factors import at_first_scale, factor_of, guesses
-from gaff.record.files import in_order, rank_of, read_head
+from gaff.record.files import read_head, with_new
 from gaff.record.finding import SEVERITIES, Finding, by_severity
 from gaff.record.flight import ENDING as RING
 from gaff.record.flight import Flight, read_left, read_ring
+from gaff.record.groups import error_of, failed_first, groups, left_before, only_group
 from gaff.record.label_order import label_order
-from gaff.record.log import MAGIC, LogReader
 from gaff.record.part import RankPart
-from gaff.record.ranks import divergence, holds_parts, lost, of_wholes, scalar_together, slow, together
+from gaff.record.ranks import divergence, holds_parts, lost, of_wholes, origins_first, scalar_together, slow, together
 from gaff.record.run_case import Evaluations, RunCase, SingleSteps, Unstepped
 from gaff.record.sample import acts
 from gaff.record.statistics import DERIVED, value_of
@@ -84,21 +84,9 @@ class Record:
             part.read()
 
     def _open(self) -> None:
-        """Take in the logs that are not known yet, by the rank in their names.
-
-        Later ones that are still too short to be a log wait for the next time. Several processes without ranks would
-        all be rank 0: those that come second get the next free number.
-        """
-        known = {part.reader.path for part in self._parts}
+        """Take in the logs that are not known yet."""
         found = self.path.glob(f"*{ENDING}") if self.path.is_dir() else ()
-        for file in in_order([one for one in found if one not in known and one.is_file()]):
-            if known and file.stat().st_size < len(MAGIC):
-                continue  # just being made
-            rank = rank_of(file)
-            if any(part.rank == rank for part in self._parts):  # several processes without ranks
-                rank = 1 + max(part.rank for part in self._parts)
-            self._parts.append(RankPart(rank, LogReader(file)))
-        self._parts.sort(key=lambda part: part.rank)
+        self._parts = with_new(self._parts, found)
 
     @property
     def ranks(self) -> list[int]:
@@ -106,16 +94,18 @@ class Record:
         return [part.rank for part in self._parts]
 
     @property
+    def groups(self) -> list[list[int]]:
+        """The ranks of the processes that worked together, one list for each group that one command began."""
+        return [[part.rank for part in group] for group in groups(self._parts)]
+
+    @property
     def findings(self) -> list[Finding]:
         """What was found in all processes, worst first; what was over when the run ended comes last.
 
         The comparison of the processes (other weights, a lost one, a slow one) is made here, anew each time.
         """
-        found = [*divergence(self._parts), *lost(self._parts, self.head), *slow(self._parts)]
-        for part in self._parts:
-            told = part.latest("findings") or {}
-            found += [replace(Finding.from_dict(one), rank=part.rank) for one in told.get("findings", ())]
-        return sorted(of_wholes(found, self._parts), key=lambda one: (one.is_over, SEVERITIES.index(one.severity)))
+        found = [one for group in groups(self._parts) for one in _found(group, self.head)]
+        return sorted(found, key=lambda one: (one.is_over, SEVERITIES.index(one.severity)))
 
     @property
     def verdict(self) -> Verdict:
@@ -220,7 +210,7 @@ class Record:
         names that there are, and for others of all processes.
         """
         if isinstance(rank, str):
-            return Series(*scalar_together(self._parts, name, rank))
+            return Series(*scalar_together(only_group(self._parts), name, rank))
         series = self.part(rank).series
         if name == "loss":
             name = next((one for one in series if one.startswith("loss:")), name)
@@ -247,7 +237,7 @@ class Record:
         """
         key = _find(self.names(), site, self.path, phase)
         if rank == "all":
-            return Series(*together(self._parts, key, stat, phase))
+            return Series(*together(only_group(self._parts), key, stat, phase))
         steps, values = [], []
         stats: dict[str, None] = {}
         part = self.part(rank)
@@ -309,6 +299,15 @@ class Record:
         names = {address if len(models) < 2 else _joined(model, address): (model, address) for model, address in keys}
         self._named = laid, names
         return names
+
+
+def _found(group: list[RankPart], head: Mapping[str, Any]) -> list[Finding]:
+    """What was found in processes that work together, and by comparing them; ``head``: what is known of the run."""
+    found = [*divergence(group), *lost(group, head), *slow(group)]
+    for part in group:
+        told = part.latest("findings") or {}
+        found += [replace(Finding.from_dict(one), rank=part.rank) for one in told.get("findings", ())]
+    return origins_first(of_wholes(found, group)) if len(group) > 1 else found
 
 
 def _left(part: RankPart) -> str:
@@ -430,11 +429,13 @@ def _around_jump(record: Record, part: RankPart) -> tuple[tuple[float, ...], tup
 
 def _failure(head: dict[str, Any], parts: list[RankPart]) -> str | None:
     """How the command ended, where it did not end well; None where it did, or goes on."""
-    told = [one.get("error") for part in parts if (one := part.latest("end"))]
-    error = next((one for one in told if isinstance(one, str) and one), None)
-    if error is not None:
-        first = error.splitlines()[0].rstrip(": ")
-        return STOPPED if first == "KeyboardInterrupt" else f"the run ended with {first}"
+    part = failed_first(parts, head)
+    if part is not None:
+        error = error_of(part)
+        where = f", on rank {part.rank}" if len(parts) > 1 else ""
+        early = left_before(part, parts)
+        after = f", after rank {early.rank} had ended" if early is not None else ""
+        return STOPPED if error == "KeyboardInterrupt" else f"the run ended with {error}{where}{after}"
     code = head.get("code")
     if not isinstance(code, int) or not code:
         return None

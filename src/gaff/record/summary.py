@@ -12,6 +12,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from gaff.record.groups import error_of, failed_first
 from gaff.record.run import Record
 
 
@@ -87,7 +88,8 @@ def summary_of(record: Record, rank: int = 0) -> Summary:
 def _ended(record: Record, rank: int) -> tuple[str, bool]:
     """How a run ended, in words, and whether that was badly."""
     code = record.head.get("code")
-    error = record.describe("end", rank).get("error")
+    first = failed_first(record._parts, record.head) if len(record.ranks) > 1 else None
+    error = f"{error_of(first)} on rank {first.rank}" if first else record.describe("end", rank).get("error")
     if isinstance(code, int) and code < 0:
         known = {one.value: one.name for one in signal.Signals}
         return f"killed by {known.get(-code, f'signal {-code}')}", True

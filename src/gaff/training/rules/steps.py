@@ -169,6 +169,7 @@ def no_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
     is_replaced = any(one.optimizer is None and one.has_grad for one in sample.parameters.values())
     for key, one in sample.parameters.items():
         is_left_out = not one.was_called and (key[0] in routed or (is_replaced and key[0] not in called))
+        is_left_out = is_left_out or not one.elements  # all of it lies in other processes
         if is_left_out or key in past.moved or "pooler" in path_of(key[1]).split("."):
             continue
         moved = sample.of(key, "update")

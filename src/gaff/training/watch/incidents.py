@@ -96,7 +96,7 @@ def of_nonfinite(
     if given is not None:
         return given
     if targets or (ops and seen is None):
-        cause = targets or f"between the model and its loss, {ops}"
+        cause = targets or f"{'near' if failed else 'between the model and'} its loss, {ops}"
         told, remedy = f"{what} is not finite: {cause}", _TARGETS if targets else _MADE
         return Finding("nonfinite", "", "", step, known.severity, told, cause, remedy, last=step), []
     if failed or seen is not None:
@@ -235,8 +235,11 @@ def _copy(model: nn.Module) -> nn.Module:
     """A copy of ``model`` that runs without the original noticing, and without hooks of others, which may do anything.
 
     Of a replicated model (DistributedDataParallel) what it replicates, which alone averages nothing. Hooks of torch's
-    own stay: a weight that is normalised or pruned is made by one. Raises what ``deepcopy`` raises.
+    own stay: a weight that is normalised or pruned is made by one. Raises what ``deepcopy`` raises, and RuntimeError
+    for a model that FSDP2 has sharded, which torch does not copy.
     """
+    if distributed.is_sharded(model):
+        raise RuntimeError("fully_shard has its weights in parts, and torch copies no such model")
     copied: nn.Module = distributed.unreplicated(copy.deepcopy(model))
     for module in copied.modules():
         for table in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):

@@ -31,7 +31,8 @@ def prepare(settings: Settings) -> None:
     try:
         if folder.exists() and not folder.is_dir():
             raise RecordError(f"{str(folder)!r} is a file: expected the name of a new folder")
-        if list(folder.glob(f"rank{settings.rank}*{ENDING}")):
+        own = f"rank{settings.rank}"  # and not that of rank 10 for rank 1
+        if [*folder.glob(f"{own}{ENDING}"), *folder.glob(f"{own}-*{ENDING}")]:
             raise RecordError(f"{str(folder)!r} holds a run already: expected a new folder; name another, or remove it")
         folder.mkdir(parents=True, exist_ok=True)
         head = folder / HEAD

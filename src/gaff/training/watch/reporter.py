@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gaff.compat.distributed import replica_ranks
+from gaff.compat.distributed import replica_ranks, world_size
 from gaff.record.finding import Finding
 from gaff.record.sample import Key, Sample
 from gaff.training.rules.judge import Judge
@@ -97,7 +97,7 @@ class Reporter:
         root = model.root()
         told = {"name": model.name, "class": model.kind, "compiled": model.is_compiled,
                 "parameters": len(model.parameters),
-                "replicated": replica_ranks(root),
+                "replicated": replica_ranks(root), "world": world_size(),
                 **(step_facts.spread_over(root) if root is not None else {}),
                 **(step_facts.inventory(root) if root is not None else {})}  # fmt: skip
 

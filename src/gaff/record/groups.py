@@ -1,0 +1,68 @@
+"""Which processes of a run worked together, and which of them failed first. Needs no torch.
+
+One command may start several groups of processes one after another: a sweep, or a launcher that begins again after a
+failure. Each has a rank 0, and what is compared or put together is of one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gaff.errors import RecordError
+from gaff.record.part import RankPart
+
+
+def groups(parts: Sequence[RankPart]) -> list[list[RankPart]]:
+    """The processes by the group of torch.distributed that they were in, in the order in which groups began.
+
+    The second process that had a rank belongs to the second group. Processes without such a group are one together, as
+    are those of records that do not tell.
+    """
+    found: dict[int, list[RankPart]] = {}
+    for part in parts:
+        is_known = any(isinstance(one.get("world"), int) for _, one in part.events if one.get("kind") == "model")
+        found.setdefault(part.generation if is_known else 0, []).append(part)
+    return [found[at] for at in sorted(found)]
+
+
+def only_group(parts: Sequence[RankPart]) -> list[RankPart]:
+    """All of the processes, which must be of one group; raises RecordError where they are of several."""
+    found = groups(parts)
+    if len(found) > 1:
+        told = "; ".join(str([part.rank for part in group]) for group in found)
+        raise RecordError(
+            f"the processes of this run were in {len(found)} groups, one after another ({told}): what they tell is not "
+            f"put together; expected one process, such as rank={found[-1][0].rank}"
+        )
+    return found[0] if found else []
+
+
+def failed_first(parts: Sequence[RankPart], head: Mapping[str, Any]) -> RankPart | None:
+    """The process whose error ended the run: of the last group that whose end came first; None where none has one.
+
+    When one process is gone the others lose their connection to it, and end with errors as well.
+    """
+    last = [part for group in groups(parts)[-1:] for part in group]
+    failed = [part for part in last if error_of(part)]
+    gone = head.get("gone")
+    which = gone.get("rank") if isinstance(gone, Mapping) else None
+    return min(failed, key=lambda part: (part.ended_at, part.own != which), default=None)
+
+
+def error_of(part: RankPart) -> str:
+    """The error with which a process ended, in one line; empty where it ended well, or has not told of its end."""
+    error = (part.latest("end") or {}).get("error")
+    return error.splitlines()[0].rstrip(": ") if isinstance(error, str) and error else ""
+
+
+def left_before(part: RankPart, parts: Sequence[RankPart]) -> RankPart | None:
+    """Another process of the group of ``part``, which failed, that had ended before it, at an earlier step and well."""
+    group = next(group for group in groups(parts) if part in group)
+    early = [one for one in group if one is not part and one.latest("end") and not error_of(one)]
+    return next((one for one in early if one.ended_at < part.ended_at and _end(one) <= _end(part)), None)
+
+
+def _end(part: RankPart) -> int:
+    """The step at which a process ended."""
+    return next((step for step, one in reversed(part.events) if one.get("kind") == "end"), 0)
