@@ -15,7 +15,7 @@ import gaff
 def told(tmp_path, train, **options):
     """The findings of ``train``, watched at every step, by rule; and the record."""
     torch.manual_seed(0)
-    with gaff.watch(out=tmp_path / "run", every=1, **options):
+    with gaff.watch(out=tmp_path / "run", **{"every": 1, **options}):
         train()
     record = gaff.load(tmp_path / "run")
     return {one.rule: one for one in record.findings}, record
@@ -1130,8 +1130,9 @@ def test_the_real_half_of_a_discriminator_that_is_cleared_before_its_step_is_tol
         assert "are cleared before a step of Adam has used them" in found["gradients_lost"].message
 
 
+@pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("way", ["average", "restored", "clamped", "left"])
-def test_weights_that_are_written_back_after_each_step_are_told(tmp_path, way):
+def test_weights_that_are_written_back_after_each_step_are_told(tmp_path, way, every):
     def train():
         model = net()
         optimizer = torch.optim.Adam(model.parameters(), 1e-2)
@@ -1149,7 +1150,7 @@ def test_weights_that_are_written_back_after_each_step_are_told(tmp_path, way):
                     elif way == "clamped":
                         one.clamp_(-0.3, 0.3)
 
-    found, record = told(tmp_path, train)
+    found, record = told(tmp_path, train, every=every)
     assert ("written_back" in found) == (way in ("average", "restored"))
     if "written_back" in found:
         assert record.verdict.name == "written_back"

@@ -46,7 +46,7 @@ class OptimizerSteps:
         self.schedules = Schedules()
         self.clearing = Clearing()
         self.lost = LostPasses()
-        self._written = WrittenBack()
+        self._written = WrittenBack(models)
         self.updates: dict[int, Update] = {}
         self.skipped = 0
         self.in_a_row = 0
@@ -102,13 +102,14 @@ class OptimizerSteps:
         ``is_scaled``: a GradScaler has not taken its factor off them. With a closure the gradients are still to come,
         and are counted at the end. What the optimizer keeps (its moments) is read at every fourth look only.
         """
+        name = type(optimizer).__name__
+        self._written.begins(optimizer, self.optimizers.counts.get(optimizer, 0))
         if sampled is None:
             return
         has_moments = self.looks % _MOMENTS == 0
         number = self.optimizers.number_of(optimizer, self._stepped)
         update = Update(optimizer, self._models, sampled.numbers, has_closure=has_closure, has_moments=has_moments,
                         number=number)  # fmt: skip
-        name = type(optimizer).__name__
         is_repeated = not has_closure and self.lost.repeats(optimizer)
         if is_repeated:
             sampled.facts["repeated"] = name
@@ -119,9 +120,7 @@ class OptimizerSteps:
         self.lost.used(optimizer)
         update.begin()
         self.updates[id(optimizer)] = update
-        kept = self._written.begins(optimizer, self.optimizers.counts.get(optimizer, 0), update)
-        if kept is not None:
-            sampled.facts["kept"] = {"share": kept, "optimizer": name}
+        sampled.facts |= self._written.take()
         if optimizer not in self.optimizers.counts:
             now = self._marks()
             same = {model for model, marks in self._weights.items() if marks and now.get(model) == marks}

@@ -7,34 +7,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.training.watch.updates import Changed, Update
+from gaff.training.watch.accumulator import readable
+from gaff.training.watch.models import Models
+from gaff.training.watch.updates import Changed, Update, parameters_of, some_of
 
 
 class WrittenBack:
     """Compares the weights that a step has left with those that the very next step of the optimizer begins with.
 
-    Only where both are looked at. Holds some elements of each parameter from one step to the next, and waits for
-    nothing.
+    Of steps that are looked at. Holds some elements of each parameter of ``models`` from one step to the next, and
+    waits for nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self._last: dict[int, tuple[int, Changed]] = {}  # by optimizer: the number of its step, and what that changed
+        self._told: dict[str, Any] = {}
 
-    def begins(self, optimizer: Any, number: int, update: Update) -> Tensor | None:
-        """The share of the last change that is still there as step ``number`` begins: 1 where nobody wrote to weights.
+    def begins(self, optimizer: Any, number: int) -> None:
+        """Step ``number`` begins: note the share of the last change that is still there, 1 where nobody wrote to weights.
 
-        None where the last step that was looked at is not the one before, or has changed nothing that is still known.
+        Nothing where the last step that was looked at is not the one before, or has changed nothing that is still
+        known.
         """
-        at, last = self._last.pop(id(optimizer), (-1, []))
+        at, last = self._last.pop(id(optimizer), (-1, [])) if self._last else (-1, [])
         if not last or at + 1 != number:
-            return None
-        now = {(one.model, one.path): one.before for one in update.owned}
-        known = [(value[: len(change)], before, change) for key, before, change in last
-                 if (value := now.get(key)) is not None and value.device == last[0][1].device]  # fmt: skip
-        if not known or any(len(value) != len(before) for value, before, _ in known):
-            return None
-        value, before, change = (torch.cat(several).double() for several in zip(*known, strict=True))
-        return torch.dot(value - before, change) / torch.dot(change, change)
+            return
+        with torch.no_grad():
+            held = {self._models.name_of(one): one for _, one in parameters_of(optimizer)}
+            known = [(now, before, change) for key, before, change in last
+                     if (now := _few_of(held.get(key), before)) is not None]  # fmt: skip
+            if known:
+                value, before, change = (torch.cat(several).double() for several in zip(*known, strict=True))
+                share = torch.dot(value - before, change) / torch.dot(change, change)
+                self._told = {"kept": {"share": share, "optimizer": type(optimizer).__name__}}
+
+    def take(self) -> dict[str, Any]:
+        """The fact that was noted last, once, for the rules; its share may be on a device."""
+        told, self._told = self._told, {}
+        return told
 
     def ended(self, optimizer: Any, number: int, update: Update) -> None:
         """Step ``number`` has been made, and ``update`` has told what it has changed."""
@@ -44,3 +55,13 @@ class WrittenBack:
     def forget(self) -> None:
         """Hold nothing of the user's any more."""
         self._last.clear()
+        self._told = {}
+
+
+def _few_of(parameter: Tensor | None, like: Tensor) -> Tensor | None:
+    """The elements of a parameter that ``like`` has of it, as they are now; None where these are not there any more."""
+    value = None if parameter is None else readable(parameter)
+    if value is None or value.device != like.device or value.dtype != like.dtype:
+        return None
+    few = some_of(value)[: len(like)]
+    return few if few.shape == like.shape else None
