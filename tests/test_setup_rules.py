@@ -410,6 +410,26 @@ SOFT = torch.rand(8, 3).softmax(-1)
         (lambda model, x, y: F.cross_entropy(model(x), y) + model.weight.square().sum(), set()),
         (lambda model, x, y: -F.cross_entropy(model(x), y), {"negated"}),
         (lambda model, x, y: F.cross_entropy(model(x), y) + F.cross_entropy(model(x), y), set()),  # not of pairs
+        (lambda model, x, y: F.cross_entropy(model(x), y, label_smoothing=0.1), {"classes"}),
+        (
+            lambda model, x, y: 0.5 * F.cross_entropy(_softmax(model, x), y, label_smoothing=0.1),
+            {"classes", "doubled", "factor"},
+        ),
+        (lambda model, x, y: model(x).square().mean() + 0.5 * F.cross_entropy(_softmax(model, x), y), {"doubled"}),
+        (lambda model, x, y: sum(F.cross_entropy(_softmax(model, x), y) for _ in range(14)), {"doubled"}),
+        (
+            lambda model, x, y: torch.stack([model(x).square().mean(), F.nll_loss(model(x).log_softmax(0), y)]).sum(),
+            {"axis"},
+        ),
+        (
+            lambda model, x, y: model(x).square().mean() + (model(x)[:, :1] - model(x)[:, 0].detach()).square().mean(),
+            {"spread"},
+        ),
+        (lambda model, x, y: model(x).square().mean() - F.cross_entropy(_softmax(model, x), y), set()),
+        (lambda model, x, y: F.cross_entropy(_softmax(model, x) * model(x), y), {"classes"}),  # a gate
+        (lambda model, x, y: F.cross_entropy(_softmax(model, x) * 20 + model(x), y), {"classes"}),
+        (lambda model, x, y: F.binary_cross_entropy_with_logits(20 * model(x).sigmoid() - 10, SOFT), {"mean_of"}),
+        (lambda model, x, y: F.cross_entropy(_softmax(model, x) * torch.ones(3), y), {"classes", "doubled"}),
     ],
 )
 def test_what_the_graph_behind_a_loss_tells(loss_of, told):

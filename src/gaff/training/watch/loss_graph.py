@@ -10,10 +10,18 @@ from typing import Any
 from torch import Tensor
 
 from gaff.compat.autograd import kept_by, nodes_behind, nodes_of, sequence_of
+from gaff.training.watch.loss_terms import (
+    both_ways,
+    chain_of,
+    factor_of,
+    is_view,
+    name_of,
+    terms_of,
+    without_smoothing,
+)
 
 _MOST_NODES = 1000
 _FIRST, _NEAR = 4, 64  # nodes behind a loss that are compared with those of the next step
-_DEPTH = 10
 _LAYERS = ("AddmmBackward", "MmBackward", "ConvolutionBackward")
 _SUM = 2  # torch's number of that reduction
 _OF_TARGETS = ("NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "KlDiv")
@@ -41,11 +49,9 @@ _ONE_BY_ONE = (
     "SgnBackward", "LogBackward", "Log1PBackward", "ExpBackward", "CoshBackward", "SoftplusBackward", "MaximumBackward",
     "MinimumBackward", "ClampBackward", "ClampMinBackward", "ClampMaxBackward", "WhereBackward",
 )  # functions of single elements, of which losses by hand are made  # fmt: skip
+_OF_TERMS = ("nll", "axis", "axis_dim", "doubled", "spread", "alone", "outside")
+_LITTLE = 2.0  # times what a softmax or sigmoid may be multiplied and still count as what it is
 _BOUNDS = {"ReluBackward": "relu", "SigmoidBackward": "sigmoid", "TanhBackward": "tanh"}
-_VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "TransposeBackward",
-          "PermuteBackward", "UnsqueezeBackward", "ToCopyBackward", "CloneBackward", "IndexBackward", "SelectBackward",
-          "SliceBackward", "IndexSelectBackward", "MaskedSelectBackward", "AliasBackward", "ExpandBackward",
-          "AsStridedBackward", "SplitBackward", "SplitWithSizesBackward", "UnbindBackward")  # fmt: skip
 
 
 def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
@@ -71,19 +77,20 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     - ``summed``: that it is a sum of negative log-likelihoods, divided by a number: how many times their mean it is
     """
     found: dict[str, Any] = {}
-    chain = _chain_of(loss.grad_fn)
+    chain = chain_of(loss.grad_fn)
     factor = weight = 1.0
-    while chain and (last := _factor_of(chain[0])) is not None:
+    while chain and (last := factor_of(chain[0])) is not None:
         weight *= last if chain[0].name().startswith("Mul") else 1.0
         factor, chain = factor * last, chain[1:]
-    names = [one.name().rstrip("0123456789") for one in chain]
+    chain = without_smoothing(chain)
+    names = list(map(name_of, chain))
     summed = _summed(chain, names)
     if summed is not None:
         at, ratio = summed
         chain, names = chain[at:], names[at:]
         found["summed"] = {"loss": name, "by": abs(factor) * ratio}
     elif factor not in (1.0, -1.0) and not _is_sum(chain, names):  # a sum that is divided is a mean
-        inner = next((one for one in names if one != "MeanBackward" and not _is_view(one)), "")
+        inner = next((one for one in names if one != "MeanBackward" and not is_view(one)), "")
         is_several = inner in _SEVERAL
         found["factor"] = {"loss": name, "by": abs(factor), "weight": 1.0 if is_several else abs(weight),
                            "scale": None if is_several else abs(factor / weight)}  # fmt: skip
@@ -92,7 +99,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
         _note_likelihood(names, name, found)
     if names[:1] == ["RsubBackward"]:  # a number less the loss: of its value nothing can be said
         return found
-    first = next((at for at, one in enumerate(names) if not _is_view(one)), None)
+    first = next((at for at, one in enumerate(names) if not is_view(one)), None)
     if first is not None and _is_mean(chain[first], names[first : first + 2]):
         found["mean_of"] = name
     for at in range(len(names)):
@@ -100,42 +107,23 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     spread = _spread(chain, names)
     if spread is not None:
         found["spread"] = {"loss": name, **spread}
-    found |= _both_ways(chain, names, name)
+    found |= both_ways(chain, names, name)
+    for term in terms_of(chain[0]) if chain and factor > 0 else ():
+        found = _facts_of_term(term, name) | found
     return found
 
 
-def _chain_of(node: Any) -> list[Any]:
-    """A node and those behind it, along the first input of each, ten at the most."""
-    chain: list[Any] = []
-    while node is not None and len(chain) < _DEPTH:
-        chain.append(node)
-        node = next((one for one, _ in node.next_functions if one is not None), None)
-    return chain
-
-
-def _both_ways(chain: list[Any], names: list[str], name: str) -> dict[str, Any]:
-    """What is known of a sum of two mean cross entropies of pairs with one another, by rows and by columns (CLIP).
-
-    Each is over as many classes as there are examples; ``times``: how many times the mean of the two their sum is.
-    """
-    if names[:1] != ["AddBackward"]:
-        return {}
-    counts, times = set[int](), 0.0
-    for one, _ in chain[0].next_functions:
-        behind, factor = _chain_of(one), 1.0
-        while behind and (last := _factor_of(behind[0])) is not None:
-            factor, behind = factor * last, behind[1:]
-        plain = [one for one in behind if not _is_view(one.name().rstrip("0123456789"))][:2]
-        told = [one.name().rstrip("0123456789") for one in plain]
-        shape: Any = getattr(kept_by(plain[1], "result"), "shape", ()) if len(plain) == 2 else ()
-        is_mean = told == ["NllLossBackward", "LogSoftmaxBackward"] and getattr(plain[0], "_saved_reduction", 0) == 1
-        if not is_mean or len(shape) != 2 or shape[0] != shape[1] or factor <= 0:
-            return {}
-        counts.add(int(shape[0]))
-        times += factor
-    if len(counts) != 1:
-        return {}
-    return {"classes": {"loss": name, "count": counts.pop(), "times": times}, "scores": name}
+def _facts_of_term(chain: list[Any], name: str) -> dict[str, Any]:
+    """Those facts of one summand of a loss that are wrong whatever it is added to."""
+    found: dict[str, Any] = {}
+    chain = without_smoothing(chain)
+    names = list(map(name_of, chain))
+    for at in range(len(names)):
+        _note_node(chain, names, at, name, found)
+    spread = _spread(chain, names)
+    if spread is not None:
+        found["spread"] = {"loss": name, **spread}
+    return {kind: told for kind, told in found.items() if kind in _OF_TERMS}
 
 
 def teaches_targets(loss: Tensor) -> bool:
@@ -147,7 +135,7 @@ def teaches_targets(loss: Tensor) -> bool:
     """
     pairs = set[Any]()
     for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES):
-        if node.name().rstrip("0123456789") in _MEANS:
+        if name_of(node) in _MEANS:
             ends = [kept_by(node, "self"), kept_by(node, "target")]
             known = [one for one in ends if type(one) is Tensor and one.numel() > 1]
             moved = [(one.device, one.data_ptr()) for one in known if one.requires_grad]
@@ -162,13 +150,13 @@ def _summed(chain: list[Any], names: list[str]) -> tuple[int, Tensor] | None:
     Trainers add up those of a batch, and divide by the number of targets of all batches that are accumulated; such a
     division by a tensor may stand before it.
     """
-    first = next((at for at, one in enumerate(names) if not _is_view(one)), None)
+    first = next((at for at, one in enumerate(names) if not is_view(one)), None)
     other = None
     if first is not None and names[first] == "DivBackward":
         other = kept_by(chain[first], "other")
         is_number = isinstance(other, Tensor) and other.numel() == 1 and not other.requires_grad
         first = (
-            next((at for at, one in enumerate(names) if at > first and not _is_view(one)), None) if is_number else None
+            next((at for at, one in enumerate(names) if at > first and not is_view(one)), None) if is_number else None
         )
     if first is None or not names[first].startswith("NllLoss") or getattr(chain[first], "_saved_reduction", 1) != _SUM:
         return None
@@ -200,7 +188,7 @@ def _is_mean(node: Any, names: list[str]) -> bool:
 def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: dict[str, Any]) -> None:
     """Note what the node at a place of the chain tells."""
     one = names[at]
-    before = next((place for place in range(at - 1, -1, -1) if not _is_view(names[place])), 0)
+    before = next((place for place in range(at - 1, -1, -1) if not is_view(names[place])), 0)
     if one == "LogSoftmaxBackward" and at and names[before].startswith("NllLoss"):
         _note_classes(chain, names, at, before, name, found)
         if _is_of_pairs(chain, names, at):
@@ -210,7 +198,7 @@ def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: di
         _note_softmax(chain[at], name, found, is_end=False, is_of_nll=True)
     if one == "SoftmaxBackward":
         before = next((place for place in range(at - 1, -1, -1) if not _is_passed(names[place])), 0)  # log(p + 1e-9)
-        is_end = all(_is_view(other) or other in _ENDS or other.startswith(_OF_TARGETS) for other in names[:at])
+        is_end = all(is_view(other) or other in _ENDS or other.startswith(_OF_TARGETS) for other in names[:at])
         _note_softmax(
             chain[at],
             name,
@@ -224,13 +212,13 @@ def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: di
         )
     if one.startswith("BinaryCrossEntropy"):
         _note_targets(chain[at], name, found)
-    is_whole = all(_is_view(other) or other in ("MeanBackward", "SumBackward", "DivBackward") for other in names[:at])
-    _note_behind(one, names[at + 1 :], name, found, is_whole=is_whole)
+    is_whole = all(is_view(other) or other in ("MeanBackward", "SumBackward", "DivBackward") for other in names[:at])
+    _note_behind(one, chain[at + 1 :], name, found, is_whole=is_whole)
 
 
 def _is_picked(names: list[str]) -> bool:
     """Whether one number of each row is picked by its place, as a likelihood that is written out does with labels."""
-    return not _PICKED.isdisjoint(names) and all(_is_view(one) or one in _AROUND_PICKED for one in names)
+    return not _PICKED.isdisjoint(names) and all(is_view(one) or one in _AROUND_PICKED for one in names)
 
 
 def _note_softmax(node: Any, name: str, found: dict[str, Any], *, is_end: bool, is_of_nll: bool) -> None:
@@ -253,7 +241,7 @@ def bad_target(loss: Tensor) -> str:
     """
     behind: Iterable[Any] = nodes_behind(nodes_of([loss]))
     for node in islice(behind, _MOST_NODES):
-        name = node.name().rstrip("0123456789")
+        name = name_of(node)
         if not name.startswith(_OF_TARGETS):
             continue
         targets = kept_by(node, "target")
@@ -318,7 +306,7 @@ def _spread(chain: list[Any], names: list[str]) -> dict[str, Any] | None:
 
     Of a chain that is one mean, sum or norm of the difference, with functions of single elements before and after.
     """
-    plain = [at for at, one in enumerate(names) if not _is_view(one)]
+    plain = [at for at, one in enumerate(names) if not is_view(one)]
     at = next((at for at in plain if names[at] not in (*_REDUCED, *_ONE_BY_ONE)), None)
     is_reduced = at is not None and sum(one in _REDUCED for one in names[:at]) == 1
     if at is None or not is_reduced or names[at] not in _BY_HAND[2]:
@@ -334,24 +322,13 @@ def _spread(chain: list[Any], names: list[str]) -> dict[str, Any] | None:
 
 def _is_error_by_hand(chain: list[Any], names: list[str]) -> bool:
     """Whether a chain is a mean or sum of even powers, or absolute values, of a difference from something constant."""
-    plain = [at for at, one in enumerate(names) if not _is_view(one)][:3]
+    plain = [at for at, one in enumerate(names) if not is_view(one)][:3]
     told = [names[at] for at in plain]
     if len(told) < 3 or any(one not in known for one, known in zip(told, _BY_HAND, strict=True)):
         return False
     power = getattr(chain[plain[1]], "_saved_exponent", 2) if told[1] == "PowBackward" else 2
     is_even = told[1] != "MulBackward" and power % 2 == 0
     return is_even and sum(one is not None for one, _ in chain[plain[2]].next_functions) == 1
-
-
-def _factor_of(node: Any) -> float | None:
-    """The number by which a node multiplies, or divides, what comes; None where it does something else."""
-    kind = node.name().rstrip("0123456789")
-    other = kept_by(node, "other") if kind in ("MulBackward", "DivBackward") else None
-    if other is None or other.numel() != 1 or other.device.type != "cpu" or other.requires_grad:
-        return None
-    value = float(other)
-    factor = 1 / value if value and kind == "DivBackward" else value
-    return factor if factor and math.isfinite(factor) else None
 
 
 def _note_classes(chain: list[Any], names: list[str], at: int, before: int, name: str, found: dict[str, Any]) -> None:
@@ -373,7 +350,7 @@ def _note_classes(chain: list[Any], names: list[str], at: int, before: int, name
     is_as_it_was = all(one.startswith(_SAME_ORDER) for one in names[before + 1 : at]) and taken[:2] == shape[:2]
     if len(shape) > 2 and names[before].startswith("NllLoss2D") and is_as_it_was and dim != 1:
         found["axis"], found["axis_dim"] = name, f"dimension {dim} of {list(shape)}"
-    elif len(shape) and is_mean and all(map(_is_view, names[:before])):
+    elif len(shape) and is_mean and all(map(is_view, names[:before])):
         found["classes"] = {"loss": name, "count": int(shape[1 if len(shape) > 1 else 0])}
 
 
@@ -403,16 +380,17 @@ def _note_targets(node: Any, name: str, found: dict[str, Any]) -> None:
             found["outside"] = {"loss": name, "low": low, "high": high}
 
 
-def _note_behind(one: str, others: list[str], name: str, found: dict[str, Any], *, is_whole: bool) -> None:
-    """Note what a loss function is given that it does not expect; ``others``: the nodes behind that of the function;
+def _note_behind(one: str, chain: list[Any], name: str, found: dict[str, Any], *, is_whole: bool) -> None:
+    """Note what a loss function is given that it does not expect; ``chain``: the nodes behind that of the function;
     ``is_whole``: the loss is what it returns, or a mean of it, so that its sign is that of the loss."""
-    behind = next((other for other in others if not _is_view(other)), "")
+    others = list(map(name_of, chain))
+    behind = next((other for other in others if not is_view(other)), "")
     if one.startswith(("NllLoss", "CtcLoss")) and behind != "LogSoftmaxBackward" and is_whole:
         found["nll"] = name
     if behind in _BOUNDS and one in ("LogSoftmaxBackward", "BinaryCrossEntropyWithLogitsBackward", *_MEANS):
         found["bounded"] = {"loss": name, "by": _BOUNDS[behind], "is_pairwise": one in _MEANS}
-    inner = next((other for other in others if not _is_passed(other)), "")
-    first, then = [*(other for other in others if not _is_view(other)), "", ""][:2]
+    inner = next((name_of(other) for other in chain if not _is_kept(other)), "")
+    first, then = [*(other for other in others if not is_view(other)), "", ""][:2]
     if (one, inner) in _TWICE:
         outer = "a log_softmax" if one == "LogSoftmaxBackward" else "a sigmoid"
         found["doubled"] = {"loss": name, "outer": outer, "inner": _TWICE[one, inner]}
@@ -459,12 +437,14 @@ def _note_sign(names: list[str], name: str, found: dict[str, Any]) -> None:
         found["negated"] = {"loss": name, "of": known}
 
 
+def _is_kept(node: Any) -> bool:
+    """Whether a node leaves what a softmax or sigmoid returns about as it is; not one that joins it with something
+    else, as a gate does, or makes it much larger, as scores that are to be bounded are."""
+    is_mixed = not is_view(name_of(node)) and sum(one is not None for one, _ in node.next_functions) > 1
+    return _is_passed(name_of(node)) and not is_mixed and abs(factor_of(node) or 1.0) <= _LITTLE
+
+
 def _is_passed(name: str) -> bool:
     """Whether a node also passes a softmax on as what it is: clamped, scaled or shifted by little."""
-    return _is_view(name) or name in ("ClampBackward", "ClampMinBackward", "ClampMaxBackward", "MulBackward",
+    return is_view(name) or name in ("ClampBackward", "ClampMinBackward", "ClampMaxBackward", "MulBackward",
                                       "DivBackward", "AddBackward")  # fmt: skip
-
-
-def _is_view(name: str) -> bool:
-    """Whether an autograd node of this name only passes values on, in another shape, order or type."""
-    return name in _VIEWS

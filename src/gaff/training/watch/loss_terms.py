@@ -1,0 +1,114 @@
+"""The autograd nodes just behind a loss, as chains: what a loss is the sum of, and by what each part is multiplied."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from gaff.compat.autograd import kept_by
+
+_DEPTH = 10
+_MOST_TERMS = 32
+_VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "TransposeBackward",
+          "PermuteBackward", "UnsqueezeBackward", "ToCopyBackward", "CloneBackward", "IndexBackward", "SelectBackward",
+          "SliceBackward", "IndexSelectBackward", "MaskedSelectBackward", "AliasBackward", "ExpandBackward",
+          "AsStridedBackward", "SplitBackward", "SplitWithSizesBackward", "UnbindBackward")  # fmt: skip
+
+
+def chain_of(node: Any) -> list[Any]:
+    """A node and those behind it, along the first input of each, ten at the most."""
+    chain: list[Any] = []
+    while node is not None and len(chain) < _DEPTH:
+        chain.append(node)
+        node = next((one for one, _ in node.next_functions if one is not None), None)
+    return chain
+
+
+def both_ways(chain: list[Any], names: list[str], name: str) -> dict[str, Any]:
+    """What is known of a sum of two mean cross entropies of pairs with one another, by rows and by columns (CLIP).
+
+    Each is over as many classes as there are examples; ``times``: how many times the mean of the two their sum is.
+    """
+    if names[:1] != ["AddBackward"]:
+        return {}
+    counts, times = set[int](), 0.0
+    for one, _ in chain[0].next_functions:
+        behind, factor = chain_of(one), 1.0
+        while behind and (last := factor_of(behind[0])) is not None:
+            factor, behind = factor * last, behind[1:]
+        plain = [one for one in behind if not is_view(name_of(one))][:2]
+        told = [name_of(one) for one in plain]
+        shape: Any = getattr(kept_by(plain[1], "result"), "shape", ()) if len(plain) == 2 else ()
+        is_mean = told == ["NllLossBackward", "LogSoftmaxBackward"] and getattr(plain[0], "_saved_reduction", 0) == 1
+        if not is_mean or len(shape) != 2 or shape[0] != shape[1] or factor <= 0:
+            return {}
+        counts.add(int(shape[0]))
+        times += factor
+    if len(counts) != 1:
+        return {}
+    return {"classes": {"loss": name, "count": counts.pop(), "times": times}, "scores": name}
+
+
+def terms_of(node: Any) -> list[list[Any]]:
+    """The chains of what a loss is the sum of, 32 at the most, each without the numbers above 0 that it is multiplied by.
+
+    Empty of what is no sum.
+    """
+    found: list[list[Any]] = []
+    waiting = [node]
+    while waiting and len(found) < _MOST_TERMS:
+        node = waiting.pop(0)
+        while (factor := factor_of(node)) is not None and factor > 0:
+            node = node.next_functions[0][0]
+        inner = _summed_by(node)
+        waiting = [*inner, *waiting]
+        if not inner:
+            found.append(chain_of(node))
+    return found if len(found) > 1 else []
+
+
+def _summed_by(node: Any) -> list[Any]:
+    """The nodes of what one adds up: two terms, or a list of them (``torch.stack(losses).sum()``)."""
+    behind = [one for one, _ in node.next_functions if one is not None]
+    if name_of(node) in ("SumBackward", "MeanBackward") and len(behind) == 1 and name_of(behind[0]) == "StackBackward":
+        return [one for one, _ in behind[0].next_functions if one is not None]
+    return behind if name_of(node) == "AddBackward" and len(behind) > 1 else []
+
+
+def without_smoothing(chain: list[Any]) -> list[Any]:
+    """The chain of a cross entropy with smoothed labels from its negative log-likelihood on; any other as it is.
+
+    torch makes such a loss of two terms, of one log_softmax: the likelihood, and the mean over all classes.
+    """
+    terms = terms_of(chain[0]) if chain and name_of(chain[0]) == "AddBackward" else []
+    if len(terms) != 2 or [name_of(one) for one in terms[0][:1]] not in (["NllLossBackward"], ["NllLoss2DBackward"]):
+        return chain
+    first, second = (next((one for one in term if name_of(one) == "LogSoftmaxBackward"), None) for term in terms)
+    is_mean = "SumBackward" in map(name_of, terms[1]) and "NllLossBackward" not in map(name_of, terms[1])
+    return terms[0] if first is not None and first is second and is_mean else chain
+
+
+def name_of(node: Any) -> str:
+    """The kind of a node, without the number that torch adds: ``AddBackward``."""
+    return str(node.name()).rstrip("0123456789")
+
+
+def factor_of(node: Any) -> float | None:
+    """The number by which a node multiplies, or divides, what comes; None where it does something else."""
+    kind = name_of(node)
+    if kind not in ("MulBackward", "DivBackward"):
+        return None
+    value = getattr(node, "_saved_other", None) if node.name().endswith("1") else None  # a number, of torch's own code
+    if isinstance(value, float):
+        return value or None
+    other = kept_by(node, "other")
+    if other is None or other.numel() != 1 or other.device.type != "cpu" or other.requires_grad:
+        return None
+    value = float(other)
+    factor = 1 / value if value and kind == "DivBackward" else value
+    return factor if factor and math.isfinite(factor) else None
+
+
+def is_view(name: str) -> bool:
+    """Whether an autograd node of this name only passes values on, in another shape, order or type."""
+    return name in _VIEWS
