@@ -767,3 +767,26 @@ def test_an_average_that_is_copied_back_is_told_though_the_loss_falls(tmp_path):
                     one.copy_(other)
     verdict = gaff.load(tmp_path / "run").verdict
     assert (verdict.state, verdict.name) == ("wrong", "written_back")
+
+
+def test_statistics_that_are_taken_anew_before_an_evaluation_are_no_fault(tmp_path):
+    """As precise BatchNorm does, by hand: twenty batches in training mode, and then the evaluation in evaluation mode."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer, x = torch.optim.SGD(model.parameters(), 0.05), torch.randn(32, 8)
+    labels = x[:, :4].argmax(1)
+    with gaff.watch(out=tmp_path / "run", every=5):
+        for _ in range(4):
+            model.train()
+            for _ in range(20):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), labels).backward()
+                optimizer.step()
+            with torch.no_grad():
+                for _ in range(20):
+                    model(x)
+                model.eval()
+                F.cross_entropy(model(x), labels)
+    record = gaff.load(tmp_path / "run")
+    assert {told["in_training_mode"] for _, told in record.events("evaluated")} == {0}
+    assert record.verdict.state == "healthy", str(record.verdict)

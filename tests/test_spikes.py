@@ -8,8 +8,10 @@ import gaff
 from gaff.record.curve import Curve
 from gaff.record.finding import Finding
 from gaff.record.run_case import RunCase, SingleSteps
+from gaff.record.sample import Sample
 from gaff.record.verdict import judge
 from gaff.training.rules.judge import Judge
+from gaff.training.rules.registry import Hit, Rule
 from gaff.training.watch.losses import Losses
 
 BAD = 60  # the step whose batch is wrong
@@ -119,3 +121,14 @@ def test_the_highest_of_a_stretch_is_a_value_that_was_there():
     warmed = Curve.of((step, min(1.0, (step + 1) / 100)) for step in range(240))
     assert (warmed.at(0), warmed.highest_from(0)) == (0.055, 0.2)
     assert warmed.highest_from(95) == warmed.highest_from(239) == 1.0
+
+
+@pytest.mark.parametrize(("last", "is_over"), [(120, True), (400, False), (598, False)])
+def test_what_was_seen_in_the_first_part_of_a_run_alone_is_over(last, is_over):
+    """Looks become rarer, so that most of them lie in the first steps."""
+    asked = Rule("r", lambda sample, past: [Hit(("m", "w:param"))] if sample.step <= last else [], "warning", "means",
+                 "cause", "remedy", "train", 3, 0.5, 0, ())  # fmt: skip
+    judged = Judge([asked])
+    for step in (*range(0, 120, 4), 150, 250, 350, 450, 550, 599):
+        judged.look(Sample(step, "train", 0.0))
+    assert [one.is_over for one in judged.findings] == [is_over]

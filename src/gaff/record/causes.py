@@ -72,8 +72,8 @@ def claims(case: RunCase) -> list[Claim]:
         case = case.without("saturated").without("vanishing").without("sparse_gradient")
     if case.has_settled:  # updates that are nothing any more are what the schedule wants
         case = case.without("never_updated").without("update_small")
-    if case.optimizers > 1 and not case.evaluated.losses:
-        case = case.without("train_mode_in_eval")  # an adversary's samples
+    if (case.optimizers > 1 and not case.evaluated.losses) or case.evaluated.in_eval_mode:
+        case = case.without("train_mode_in_eval")  # an adversary's samples; statistics that are taken anew
     found = [claim for ask in _CAUSES if (claim := ask(case)) is not None and not _is_refuted(claim, case)]
     follow = {name for one in found for name in one.explains}
     found.sort(key=lambda one: (CERTAINTIES.index(one.certainty), case.steps if one.since is None else one.since,

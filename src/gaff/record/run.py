@@ -370,7 +370,7 @@ def _case(record: Record) -> RunCase:
         SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search, is_raised, last),
         4 * sum(map(acts, looks)) > len(looks),
         {name: factor_of(name, told) for name in losses},
-        Evaluations(record.evaluated(part.rank), _is_evaluated_alike(part, looks)),
+        Evaluations(record.evaluated(part.rank), *_how_evaluated(part, looks)),
         _reach(looks),
         label_order(told),
     )  # fmt: skip
@@ -452,11 +452,13 @@ def _evaluated(part: RankPart) -> dict[str, tuple[tuple[int, float], ...]]:
     return {name: tuple(pairs) for name, pairs in found.items()}
 
 
-def _is_evaluated_alike(part: RankPart, looks: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether training and all evaluations have a cross entropy over the same classes, as far as their number tells."""
+def _how_evaluated(part: RankPart, looks: Iterable[Mapping[str, Any]]) -> tuple[bool, bool]:
+    """Whether training and all evaluations have a cross entropy over the same classes, as far as their number tells;
+    and whether models were in evaluation mode whenever a loss of an evaluation was heard."""
     trained = {int(one["among"]) for one in looks if "among" in one}
     told = [one for _, one in part.events if one.get("kind") == "evaluated"]
-    return len(trained) == 1 and all(set(one.get("among", {}).values()) == trained for one in told)
+    is_alike = len(trained) == 1 and all(set(one.get("among", {}).values()) == trained for one in told)
+    return is_alike, bool(told) and all(one.get("in_training_mode") == 0 for one in told)
 
 
 def _tried(path: Path, known: dict[str, Any], name: str) -> tuple[list[float], dict[str, Any]]:

@@ -47,11 +47,12 @@ class Evaluations:
     """What was heard of evaluations.
 
     ``losses``: by the names of torch's functions, each with its step; ``is_alike``: training and evaluations have a
-    cross entropy over the same classes.
+    cross entropy over the same classes; ``in_eval_mode``: each loss followed a run of a model in evaluation mode.
     """
 
     losses: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     is_alike: bool = False
+    in_eval_mode: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,7 @@ class Judge:
         self._direct: list[Finding] = []  # found by other means than a rule
         self._told: set[tuple[str, str]] = set()
         self._looks = {"train": 0, "eval": 0}
+        self._step = 0  # of the latest look
         self._standing: Counter[tuple[str, str]] = Counter()  # looks since which a finding has stood
         self._ends: dict[Key, tuple[float, float]] = {}  # of parameters the smallest and largest element at first
         self._order: dict[Key, int] = {}  # in which places were first seen
@@ -97,6 +98,7 @@ class Judge:
         self._remember(sample)
         if not self._is_nonfinite:  # what held when that came holds still
             self._looks[sample.phase] += 1
+            self._step = sample.step
         for one in self._rules:
             if one.phase != sample.phase or one.name in self.broken or (self._is_nonfinite and one.name != "nonfinite"):
                 continue
@@ -183,14 +185,16 @@ class Judge:
     def _finding(self, name: str, places: list[tuple[Key, Track]]) -> Finding:
         """One finding of all places of a rule in a model; its site is where it began, the others stand in ``also``.
 
-        A place is live that was hit in the last quarter of the looks, or in the last three. A live one is preferred as
+        A place is live that was hit in the last three looks, or in the last quarter of them and the second half of the
+        steps: looks become rarer, and most may lie in a first part of a run. A live one is preferred as
         the site; of those that began at one step the one comes first whose module was called first. Without any live
         place the finding is over; one of a rule that asks for no share (a single hit is enough) never is.
         """
         one = next(one for one in self._rules if one.name == name)
         looks = self._looks[one.phase]
         places = sorted(places, key=lambda place: (place[1].since, self._order.get(place[0], 0)))
-        live = [place for place in places if looks - place[1].last_look < max(3, looks // 4)]
+        live = [place for place in places if looks - place[1].last_look < 3
+                or (looks - place[1].last_look < looks // 4 and 2 * place[1].last >= self._step)]  # fmt: skip
         key, track = (live or places)[0]
         also = tuple(other[1] for other, _ in places if other != key)
         return Finding(

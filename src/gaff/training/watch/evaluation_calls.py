@@ -37,6 +37,8 @@ class EvaluationCalls:
         self._sums: dict[str, tuple[Any, int]] = {}
         self._among: dict[str, int] = {}  # of losses over classes, how many there are
         self._step: int | None = None  # since which losses are listened for
+        self.is_wrong = False  # the latest run without gradients was of a model in training mode
+        self._wrong = 0  # losses that followed such a run
 
     def stand_by(self) -> None:
         """Be ready for evaluations, whose losses come from functions that are looked up before these are noticed."""
@@ -74,11 +76,11 @@ class EvaluationCalls:
             self.run_ends()
         if self._step is None:
             return
-        step, sums, among = self._step, self._sums, self._among
-        self._step, self._sums, self._among = None, {}, {}
+        step, sums, among, wrong = self._step, self._sums, self._among, self._wrong
+        self._step, self._sums, self._among, self._wrong = None, {}, {}, 0
         if sums:
             means = {name: total / count for name, (total, count) in sums.items()}
-            self._told("evaluated", step, losses=means, among=among)
+            self._told("evaluated", step, losses=means, among=among, in_training_mode=wrong)
 
     def _dropped(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A dropout is called in an evaluation: if it is active, the result is uncertain, whatever the mode is."""
@@ -96,6 +98,7 @@ class EvaluationCalls:
         if self._step is None or torch.is_grad_enabled():
             return
         if isinstance(output, Tensor) and output.numel() == 1:
+            self._wrong += self.is_wrong
             total, count = self._sums.get(name, (0.0, 0))
             value = output.detach().to(elements.wide_type(output))
             self._sums[name] = total + value, count + _summed(name, args, kwargs)

@@ -183,8 +183,9 @@ class Looks:
         self.modes.acting.asked(model.name, *given)
         self._listen(step)
         since, known.latest = step - known.latest, step
-        is_wrong = module.training and not torch.is_grad_enabled() and not step_facts.renews_statistics()
+        is_wrong = module.training and not torch.is_grad_enabled() and not step_facts.renews_statistics(module)
         known.add(1, is_in_training_mode=is_wrong)
+        self._heard.is_wrong = is_wrong
         self._target = self._counted = None
         if known.runs in _LOOKED_AT and (known.runs > 1 or known.may_be_looked_at(step, distance)):
             known.looked_at = step

@@ -217,8 +217,13 @@ def precision(module: nn.Module) -> str:
     return str(parameter.dtype).removeprefix("torch.") if parameter is not None else ""
 
 
-def renews_statistics() -> bool:
-    """Whether torch's ``update_bn`` makes the call in progress: a forward in training mode that is no evaluation."""
+def renews_statistics(module: nn.Module) -> bool:
+    """Whether the call in progress takes statistics of BatchNorm anew: in training mode, and yet no evaluation.
+
+    So does torch's ``update_bn``, and whoever sets a momentum of 1 for it, by which only the last batch counts.
+    """
+    if any(one.training and getattr(one, "momentum", None) == 1.0 for one in _with_modes(module)):
+        return True
     codes = (frame.f_code for frame in frames_from(sys._getframe(1)))
     return any(code.co_name == "update_bn" and code.co_filename.endswith("swa_utils.py") for code in codes)
 
