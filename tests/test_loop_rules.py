@@ -1487,3 +1487,21 @@ def test_a_parameter_without_elements_here_misses_no_gradient(tmp_path, elements
 
     rules = [one.rule for one in told(tmp_path, train)[1].findings]
     assert ("no_gradient" in rules) == (elements > 0)
+
+
+@pytest.mark.parametrize("warm", [1, 10_000])
+def test_small_updates_of_a_warm_up_are_no_finding(tmp_path, warm):
+    def train():
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-7)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm))
+        for x, y in batches(60):
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+            schedule.step()
+
+    found, record = told(tmp_path, train)
+    assert ("update_small" in found) == (warm == 1)
+    is_still = "still being warmed up" in str(record.verdict)
+    assert is_still == (warm > 1), str(record.verdict)

@@ -1,7 +1,10 @@
 """trace: one run told as a table, a tree and data."""
 
+import contextlib
+import gc
 import json
 import math
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -492,3 +495,22 @@ def test_a_trace_of_the_format_before_is_read():
     assert gaff.diff(before, trace).rows[0].state == "same"
     with pytest.raises(gaff.RecordError, match="another format, expected 3"):
         Trace.from_json(json.dumps(data | {"gaff_trace": 4}))
+
+
+@pytest.mark.parametrize("options", [{}, {"ops": True}, {"pictures": True}])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_trace_with_gradients_lets_the_model_go(options, fails):
+    def loss(output):
+        made = output.square().sum()
+        if fails:
+            made.backward()
+            raise ValueError
+        return made
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    held = weakref.ref(model)
+    with contextlib.suppress(ValueError):
+        gaff.trace(model, torch.randn(3, 4), backward=loss, **options)
+    del model
+    gc.collect()
+    assert held() is None

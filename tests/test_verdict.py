@@ -320,3 +320,13 @@ def test_a_loss_with_a_few_targets_far_from_all_others_is_neither_too_fast_nor_s
     loss = [0.3 + sum(abs(drawn.gauss(0, 200)) / 64 for _ in range(64) if drawn.random() < 0.02) for _ in range(400)]
     told = judge(RunCase((), 400, 60, {"loss": curve([1.2, *loss])}, guess={"loss": 4.3}))
     assert told.state == "healthy", told
+
+
+def test_a_learning_rate_that_still_rises_at_the_end_is_told():
+    still = [2.0 + 0.01 * (step % 3) for step in range(200)]
+    rising, steady = (curve(rates) for rates in ([1e-6 * (step + 1) for step in range(200)], [1e-6] * 200))
+    for rates, is_told in ((rising, True), (steady, False)):
+        verdict = judge(RunCase((), 200, 50, {"loss": curve(still)}, rates, {"loss": 2.0}))
+        assert (verdict.name == "learning_rate_too_low") == is_told, str(verdict)
+    assert "still being warmed up when the run ended" in judge(RunCase((), 200, 50, {"l": curve(still)}, rising)).cause
+    assert judge(RunCase((), 200, 50, {"loss": curve(falling())}, rising, {"loss": 2.0})).state == "healthy"

@@ -108,6 +108,11 @@ class CallLog:
         self._counter = counter
         self._device = device
 
+    def let_go(self) -> None:
+        """Hold no autograd node any more: hooks on these lead back here by ways that Python cannot follow, and the graph
+        and the model would stay for good."""
+        self._nodes.clear()
+
     def forget_gradients(self) -> None:
         """Begin to note gradients: a pass that matters comes now, and what came before was of others."""
         for call in self.calls:

@@ -83,6 +83,7 @@ def trace_run(
     written: list[str] = []
     used: set[int] | None = None
     with ExitStack() as stack:
+        stack.callback(log.let_go)
         stack.enter_context(untouched(model, inputs, written))
         if backward is not None:
             stack.enter_context(torch.enable_grad())

@@ -404,13 +404,16 @@ def steps_too_small(case: RunCase) -> Claim | None:
         or case.single.is_search
         or (finding.rule == "never_updated" and not _is_too_slow(finding))
         or case.found("clipped_to_nothing", "vanishing", "zero_gradient") is not None
+        or (case.lr is not None and case.lr.is_rising_to_the_end)
     ):
         return None
     if (case.loss is not None and case.loss[1].fell()) or _has_vanished(case):
         return None
     told = finding.evidence.get("lr")
-    rate = told if isinstance(told, float) and told > 0 else _rate(case)[0]
-    text = "the learning rate is too low" if rate is None else f"a learning rate of {rate:.3g} is too low"
+    rate = case.lr.told if case.lr is not None and case.lr.values else ""
+    if isinstance(told, float) and told > 0 and not rate.startswith("up to"):  # that of the group which is too low
+        rate = f"{told:.3g}"
+    text = f"a learning rate of {rate} is too low" if rate else "the learning rate is too low"
     name, curve = case.loss if case.loss is not None else ("", None)
     was_trained = curve is not None and 0 < curve.start < 2 / 3 * case.guess.get(name, 0.0)
     text += ", or the model had learned before what there is to learn" if was_trained else ""

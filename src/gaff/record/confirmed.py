@@ -62,8 +62,8 @@ def told_by_what_helps(case: RunCase) -> Claim | None:
         return _too_large(case, known, softer, told)
     is_right_loss = case.found(*READ) is None  # else larger steps do well in the wrong one
     if raised and is_right_loss and known.gain(raised[0]) >= _TOO_LOW:
-        rate = case.lr.first if case.lr is not None and case.lr.values else None
-        text = "the learning rate is too low" if rate is None else f"a learning rate of {rate:.3g} is too low"
+        rate = case.lr.told if case.lr is not None and case.lr.values else None
+        text = "the learning rate is too low" if rate is None else f"a learning rate of {rate} is too low"
         return Claim("learning_rate_too_low", "certain", f"{text}: {_compared(known, raised[0])}", told, 0,
                      f"raise it, as was tried ({raised[0].name})",
                      ("update_small", "vanishing", "labels_do_not_belong"))  # fmt: skip
@@ -77,8 +77,7 @@ def _is_alone(case: RunCase) -> bool:
 
 def _too_large(case: RunCase, known: Experiments, helping: list[Outcome], told: tuple[str, ...]) -> Claim:
     """Steps that are too large, in the words of what makes them smaller: at the beginning, at spikes, or always."""
-    rate = case.lr.first if case.lr is not None and case.lr.values else None
-    at = "" if rate is None else f" of {rate:.3g}"
+    at = f" of {case.lr.told}" if case.lr is not None and case.lr.values else ""
     kinds = {one.kind: one for one in helping}
     if "warmup" in kinds:
         text, remedy = f"a learning rate{at} is too high for the first steps", "warm it up, as was tried"

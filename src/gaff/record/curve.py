@@ -69,6 +69,18 @@ class Curve:
         return third > 0 and self.values[-1 - third] - self.last > 2 * abs(self.first - self.values[third])
 
     @property
+    def told(self) -> str:
+        """The highest value, as people are told it: ``0.3``, or ``up to 0.3`` of one that changes by half and more."""
+        highest = max(self.highs)
+        return f"{'up to ' if highest > 1.5 * min(self.values) else ''}{highest:.3g}"
+
+    @property
+    def is_rising_to_the_end(self) -> bool:
+        """Whether it is highest in its last stretch, half as high again as it began, and higher than two thirds on."""
+        later = self.values[-1 - len(self.values) // 3 :]
+        return len(self.values) >= 4 and later[0] < self.last == max(self.values) and self.last > 1.5 * self.start
+
+    @property
     def is_falling(self) -> bool:
         """Whether its last quarter has lowered it by a quarter and more."""
         return self.last < 0.75 * self.values[-1 - len(self.values) // 4]

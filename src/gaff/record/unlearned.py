@@ -35,7 +35,7 @@ def nothing_learned(case: RunCase) -> Claim | None:
            f"gives {guess:.4g}; activations, gradients and updates are as they should be"  # fmt: skip
     how = "has just come down to" if curve.is_falling else "stays at"
     text = f"the loss {how} the level of guessing, while activations, gradients and updates look normal: labels " \
-           "may not belong to their inputs, or steps are too small"  # fmt: skip
+           "may not belong to their inputs, or steps are too small or too large"  # fmt: skip
     return Claim("labels_do_not_belong", "possible", text, (told,), 0,
                  "compare a few inputs with their labels as they reach the loss, after loading and shuffling; gaff try "
                  "tells whether the input is used at all", (),
@@ -169,6 +169,22 @@ def learning_rate_is_gone(case: RunCase) -> Claim | None:
                  "the learning rate is next to nothing for most of the run", (told,), gone[0],
                  "step the scheduler once an epoch, or count its steps in batches",
                  ("never_updated", "lr_zero", "update_small", "learning_rate_too_low"))  # fmt: skip
+
+
+@cause
+def still_warmed_up(case: RunCase) -> Claim | None:
+    """A learning rate that rises to the end of a run whose loss has not fallen: its warm-up is longer than the run.
+
+    Asked of schedules that are no search for a learning rate, where the loss does not rise either.
+    """
+    if case.lr is None or case.loss is None or case.single.is_search or case.is_range_test or case.optimizers != 1:
+        return None
+    if not case.lr.is_rising_to_the_end or case.loss[1].fell() or case.rise is not None or case.jump is not None:
+        return None
+    told = f"the learning rate was {case.lr.start:.3g} at first, {max(case.lr.highs):.3g} at the end, and still rising"
+    return Claim("learning_rate_too_low", "possible", "the learning rate was still being warmed up when the run ended",
+                 (told,), 0, "a shorter warm-up, or more steps", ("labels_do_not_belong", "update_small",
+                 "never_updated", "loss_does_not_fall"), ("lr=10x",))  # fmt: skip
 
 
 @cause

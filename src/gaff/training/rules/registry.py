@@ -124,7 +124,7 @@ class Past:
     active: dict[Key, Activity] = field(default_factory=dict)
     entropy: dict[Key, float] = field(default_factory=dict)  # the highest so far
     norms: dict[Key, deque[float]] = field(default_factory=dict)  # of gradients and updates, at the latest 32; of all
-    # together by the model's name and the port
+    # together by the model's name and the port; the highest learning rate by no name and "lr"
     loads: dict[Key, deque[Load]] = field(default_factory=dict)  # of routers, at the latest sixteen
     losses: dict[str, list[float]] = field(default_factory=dict)  # at the first looks
     recent: dict[str, deque[float]] = field(default_factory=dict)  # at the latest ones, both with the first's weight
@@ -139,6 +139,12 @@ class Past:
     def is_acting(self) -> bool:
         """Whether a quarter of the looks or more were at steps of what acts: an agent takes random actions at first."""
         return 4 * self.acting > self.looks
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the learning rate is higher than it was at the look before."""
+        rates = [*self.norms.get(("", "lr"), ())][-2:]
+        return len(rates) > 1 and rates[1] > rates[0]
 
 
 LEAST_TARGETS = 8  # of a batch, before it says anything that they are all alike

@@ -297,9 +297,14 @@ def update_small(sample: Sample, past: Past) -> Iterator[Hit]:
     """The median over the weights of rms(update) / rms(weight) is below 1e-5, a tenth of TheDeepChecker's limit.
 
     Biases are left out, and embeddings where there are other weights; so is a step whose gradients are all zero, one of
-    L-BFGS that changes nothing at all, and a run whose loss falls by a tenth all the same.
+    L-BFGS that changes nothing at all, a learning rate that has risen since the look before, and a run whose loss falls
+    by a tenth all the same.
     """
-    if (sample.facts.get("searches") and _is_still(sample)) or any(has_fallen(past, name) for name in past.losses):
+    if (
+        past.is_warming_up
+        or (sample.facts.get("searches") and _is_still(sample))
+        or any(has_fallen(past, name) for name in past.losses)
+    ):
         return
     for model, ratios in ratios_of_updates(sample).items():
         middle = statistics.median(ratios.values())
