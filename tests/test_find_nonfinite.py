@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import gaff
 from tests.clean import CLEAN
@@ -442,3 +443,39 @@ def test_an_exponential_that_overflows_in_a_branch_that_is_discarded(name):
     assert f"clamp the input of {name} before it" in report.cause
     model.zero_grad()
     assert not gaff.find_nonfinite(lambda: step(clean=True), model=model)
+
+
+ZEROS, NARROW = torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.float16)
+
+
+@pytest.mark.filterwarnings("ignore:std")
+@pytest.mark.parametrize(
+    ("step", "cause"),
+    [
+        (
+            lambda: torch.ones(2, 3).masked_fill(torch.tensor([True, False, False]), math.inf).softmax(-1),
+            "softmax of +inf, which was put in on purpose",
+        ),
+        (lambda: F.cosine_similarity(NARROW, NARROW), "cosine_similarity with eps=1e-08, which is 0 in float16, of a"),
+        (lambda: F.normalize(NARROW), "normalize with eps=1e-12, which is 0 in float16, of a vector whose norm is 0"),
+        (lambda: F.normalize(ZEROS, p=math.inf, eps=0.0), "normalize with eps=0 of a vector whose norm is 0"),
+        (lambda: ZEROS[ZEROS > 1].std(), "std of no elements at all"),
+    ],
+    ids=["closed with +inf", "cosine in half", "normalize in half", "order inf", "std of nothing"],
+)
+def test_the_cause_is_not_one_that_looks_alike(step, cause):
+    report = gaff.find_nonfinite(step)
+    assert report
+    assert cause in report.cause
+
+
+def test_what_autocast_cannot_hold_is_told_of_the_input():
+    model, x = nn.Linear(8, 8), torch.randn(4, 8) * 1e5
+
+    def step():
+        with torch.autocast("cpu", torch.float16):
+            return model(x)
+
+    report = gaff.find_nonfinite(step)
+    assert report.cause.startswith("overflow: input[0] goes up to ")
+    assert "in float32, and autocast runs linear in float16, which holds up to 6.55e+04" in report.cause

@@ -33,6 +33,20 @@ from gaff.inspection.nonfinite.report import Range
 from gaff.inspection.op_log import Producers
 
 _LATE = sys.maxsize  # the number of an origin that is told only where there is no other
+_OF_AN_ORDER = (
+    "normalize",
+    "norm",
+    "vector_norm",
+    "matrix_norm",
+    "linalg_norm",
+    "linalg_vector_norm",
+    "linalg_matrix_norm",
+    "cdist",
+    "pdist",
+    "dist",
+    "pairwise_distance",
+    "renorm",
+)  # which may be inf
 _STATISTICS_AT = {F.batch_norm: 1, F.instance_norm: 1, torch.batch_norm: 3, torch.instance_norm: 3}  # first argument
 
 
@@ -212,8 +226,13 @@ def is_scaling(call: OpCall) -> bool:
 
 
 def _is_deliberate(call: OpCall) -> bool:
-    """Whether a constant among the arguments is itself infinite or NaN: it was put there on purpose."""
-    return any(not math.isfinite(one) for one in _constants([*call.args, *call.kwargs.values()]))
+    """Whether a constant among the arguments is itself infinite or NaN: it was put there on purpose.
+
+    The order of a norm is no value.
+    """
+    return (call.site.op or "") not in _OF_AN_ORDER and any(
+        not math.isfinite(one) for one in _constants([*call.args, *call.kwargs.values()])
+    )
 
 
 def _constants(values: Any) -> Iterator[float]:

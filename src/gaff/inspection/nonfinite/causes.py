@@ -22,6 +22,7 @@ from gaff.inspection.nonfinite.ranges import can_hold, range_of
 LOSSES = ("cross_entropy", "nll_loss", "kl_div", "ctc_loss", "binary_cross_entropy", "gaussian_nll_loss")
 _PRODUCTS = ("mul", "multiply", "matmul", "mm", "bmm", "mv", "dot", "linear", "einsum", "outer")
 _SUMS = ("add", "sub", "subtract", "rsub", "sum", "mean", "cumsum", "logsumexp", "addmm", "baddbmm", "addmv")
+_SMALL = 0.25  # the power of the largest number below which no product of a few inputs is above it
 UNINITIALISED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_")
 
 
@@ -110,9 +111,9 @@ def _div(case: Case) -> str:
 
 
 def _softmax(case: Case) -> str:
-    """Softmax of a row in which every score is -inf, or of one with +inf.
+    """Softmax of a row in which every score is -inf, as a mask that closes everything makes it, or of one with +inf.
 
-    Both are inf - inf, since the maximum is subtracted. The first is what a mask that closes everything does.
+    Both are inf - inf, since the maximum is subtracted. A +inf was put in: of one that an op has made that op is told.
     """
     scores = case.args[0] if case.args else case.kwargs.get("input")
     dim = case.argument(1, "dim")
@@ -126,7 +127,7 @@ def _softmax(case: Case) -> str:
             "leave at least one position open, or mask with a large negative number"
         )
     if bool((scores == math.inf).any()):
-        return "softmax of +inf: the scores overflowed before"
+        return "softmax of +inf, which was put in on purpose: a mask that closes a position with +inf instead of -inf?"
     return ""
 
 
@@ -160,6 +161,8 @@ def _std(case: Case) -> str:
     x = case.args[0] if case.args else None
     if not isinstance(x, Tensor):
         return ""
+    if not x.numel():
+        return f"{case.op} of no elements at all"
     count = x.numel() // max(case.output.elements, 1)
     correction = case.kwargs.get("correction", 1)
     if count <= 1 and correction == 1:
@@ -204,10 +207,13 @@ def _batch_norm(case: Case) -> str:
 
 
 def _unit(case: Case) -> str:
-    """``normalize`` with ``eps=0`` of a vector of norm 0."""
-    if case.kwargs.get("eps", 1e-12):
+    """``normalize`` and ``cosine_similarity`` of a vector of norm 0, with an ``eps`` that is 0, or 0 in their type."""
+    eps = case.kwargs.get("eps", 1e-12 if case.op == "normalize" else 1e-8)
+    kind = getattr(torch, case.output.dtype, torch.float64)
+    if not isinstance(eps, (int, float)) or float(torch.tensor(eps, dtype=kind, device="cpu")):
         return ""
-    return "division by zero: normalize with eps=0 of a vector whose norm is 0"
+    small = f", which is 0 in {case.output.dtype}," if eps else ""
+    return f"division by zero: {case.op} with eps={eps:g}{small} of a vector whose norm is 0"
 
 
 def _masked_attention(case: Case) -> str:
@@ -356,6 +362,12 @@ def _overflow(case: Case) -> str:
     well nothing more can be said, and a NaN there has another cause.
     """
     limit = LIMITS.get(case.output.dtype)
+    wide = [one for one in case.ranges if limit is not None and one.dtype != case.output.dtype and one.largest > limit]
+    if wide and case.output.dtype in ("float16", "bfloat16"):
+        return (
+            f"overflow: {wide[0].name} goes up to {wide[0].largest:.4g} in {wide[0].dtype}, and autocast runs "
+            f"{case.op} in {case.output.dtype}, which holds up to {limit:.4g}"
+        )
     tensors = None if limit is None else in_float64(case)
     if limit is None or tensors is None:
         return _exp_limit(case, limit)
@@ -364,6 +376,11 @@ def _overflow(case: Case) -> str:
     if any(one.nan for one in ranges):
         return ""
     if largest <= limit and all(one.is_finite for one in ranges):
+        if case.output.nan and max((one.largest for one in case.ranges), default=0.0) < limit**_SMALL:
+            return (
+                f"underflow inside {case.op}: what it was given is small, and its result in float64 finite; a number "
+                f"on the way, such as an eps, is 0 in {case.output.dtype}"
+            )
         return (
             f"overflow inside {case.op}: its result, at most {largest:.4g}, would fit {case.output.dtype} "
             f"(up to {limit:.4g}), a step on the way does not"
@@ -437,6 +454,7 @@ _RULES = _table(
         ("to half bfloat16 float type type_as", _cast),
         ("batch_norm", _batch_norm),
         ("normalize", _unit),
+        ("cosine_similarity", _unit),
         ("layer_norm batch_norm instance_norm group_norm rms_norm", _normalised),
         ("std var std_mean var_mean", _std),
         ("mean nanmean", _mean),
