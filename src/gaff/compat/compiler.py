@@ -175,13 +175,6 @@ def stance() -> str:
     return str(eval_frame._stance.stance)
 
 
-def most_variants() -> int:
-    """How many compiled variants of one function torch keeps; beyond them it runs the function eagerly."""
-    from torch._dynamo import config
-
-    return int(getattr(config, "recompile_limit", 8))
-
-
 def variants() -> dict[Any, int]:
     """How often each frame of Python has been compiled in this process, by Dynamo's own number of it."""
     from torch._dynamo import convert_frame

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from gaff.address.nested import NO_ARGUMENTS, Arguments, iter_tensors
 from gaff.compat import autograd, checkpoints
+from gaff.compat.own_variants import OwnVariants
 from gaff.engine.clock import Run
 from gaff.engine.compiled.own_forward import OwnForward, calls_exits, changes_output
 from gaff.engine.compiled.structure import has_grad_mode, has_gradients, rebuild, structure_of
@@ -417,9 +418,11 @@ class LookHooks:
             (ref(one), LookHook(self._inside, one, listener, has_args=has_args)) for one, has_args in modules
         ]
         self._handles: list[Any] = []
+        self._variants = OwnVariants()
 
     def switch_on(self) -> None:
         """Put the hooks on all modules that still exist; does nothing if they are on."""
+        self._variants.open()
         for reference, look in () if self._handles else self._looks:
             module = reference()
             if module is not None:
@@ -431,6 +434,7 @@ class LookHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._variants.close()
         for _, look in self._looks:
             look.waiting.clear()
 

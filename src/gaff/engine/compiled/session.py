@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gaff.address.resolve import unwrap
 from gaff.compat import compiler, distributed
 from gaff.compat.checkpoints import is_spent
+from gaff.compat.own_variants import OwnVariants, most_variants
 from gaff.edits.compiled import cuts, traced
 from gaff.edits.event import acts_on_parts
 from gaff.engine.compiled.edits import TracedEdit, TracedGradientEdit
@@ -134,24 +135,24 @@ _MADE: Counter[Any] = Counter()  # by code: variants that were compiled while se
 
 
 def _why_full(model: nn.Module, taps: Sequence[Any]) -> str:
-    """Why another way of tapping would leave torch no room for the user's own variants; empty if there is room.
+    """Why another way of tapping would compile too often; empty if it would not.
 
-    torch keeps a limited number of compiled variants of one function, and beyond that runs it eagerly, or raises with
-    ``fullgraph=True``. Each set of taps is one more, or several, where the model runs with and without gradients, say;
-    they may use half of the room (chosen). What was used is kept by the code, until torch is reset.
+    Each set of taps is one more variant of a function, or several, where the model runs with and without gradients,
+    say. They take none of the program's own (``OwnVariants``), and may be as many as torch keeps of these (chosen):
+    each takes seconds and memory. What was used is kept by the code, until torch is reset.
     """
     if compiler.was_reset():
         _PATTERNS.clear()
         _MADE.clear()
-    most = compiler.most_variants()
+    most = most_variants()
     for code, patterns in _patterns(model, taps).items():
         known = _PATTERNS.get(code, set())
-        is_full = len(known | patterns) > most // 2 or (_MADE[code] >= most // 2 and not patterns <= known)
+        is_full = len(known | patterns) > most or (_MADE[code] >= most and not patterns <= known)
         if is_full:
             name = f"modules of {code}" if isinstance(code, str) else code.__name__
             return (
                 f"{name} in code that is compiled, here or elsewhere in this process, have been looked at or edited in "
-                f"{len(known)} other ways, and torch keeps {most} variants of such code"
+                f"{counted(len(known), 'other way')}, and each compiles such code once more: {most} at the most"
             )
         _PATTERNS[code] = known | patterns
     return ""
@@ -190,7 +191,7 @@ def _kind_of(tap: Any, start: str) -> str:
     """What of a tap makes other compiled code: its place below ``start``, its port, and what is done there."""
     kind = _kind_of_edit(tap.stream.edit) if isinstance(tap, EditTap) else f"{_in_graph(tap)}"
     site = tap.found.site
-    return f"{site.path.removeprefix(start)}:{site.port} {kind}"
+    return f"{f'{site.path}.'.removeprefix(start)}:{site.port} {kind}"
 
 
 def _kind_of_edit(edit: Any) -> str:
@@ -235,9 +236,14 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         self._taps = [tap for tap in taps if isinstance(tap, (Tap, EditTap))]
         self._nodes: list[Node] = []
         self._made: list[TracedEdit] = []
+        self._own = OwnVariants()
         self._counts = compiler.compile_counts()
         self._variants = compiler.variants()
         self._codes = tuple(_patterns(model, taps))
+
+    def __enter__(self) -> CompiledHooks:
+        self._own.open()
+        return self
 
     def install(self, node: Node, handles: list[Any]) -> None:
         """Put hooks on the module that act inside compiled code, and outside of it as others do.
@@ -281,6 +287,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         Raises ExactnessError for edits that would still have to act, in a backward or in a recomputation, unless
         another exception is on its way.
         """
+        self._own.close()
         graphs, breaks = (now - then for now, then in zip(compiler.compile_counts(), self._counts, strict=True))
         made = (count - self._variants.get(frame, 0) for frame, count in compiler.variants().items())
         _MADE.update(dict.fromkeys(self._codes, max(made, default=0)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gaff.compat import compiler
+from gaff.compat import compiler, own_variants
 from gaff.training.watch.models import Model, Models, WatchedModule
 
 if TYPE_CHECKING:
@@ -43,6 +43,15 @@ class InsideCompiled:
             self._models.missed.append(note)
         return is_strict
 
+    def _has_room(self) -> bool:
+        """Whether code may be compiled once more with hooks in it; noted where it may not."""
+        most = own_variants.most_variants()
+        is_full = own_variants.most_own() >= most
+        note = f"compiled code is not looked at any more: {most} variants of it were compiled for that"
+        if is_full and note not in self._models.missed:
+            self._models.missed.append(note)
+        return not is_full
+
     def is_needed(self) -> bool:
         """Whether a model is compiled: then global hooks must stay off, or its code would be compiled with them."""
         return any(model.is_compiled for model in self._models.all)
@@ -62,9 +71,9 @@ class InsideCompiled:
             entries = [(one, entry) for one, entry in self._models.entries.items() if entry.model == model.name]
             inside = [(one, _needs_args(entry)) for one, entry in entries]
             looks = self._looks[model.name] = LookHooks(inside, self._listener)
-        if is_on:
+        if is_on and self._has_room():
             looks.switch_on()
-        else:
+        elif not is_on:
             looks.switch_off()
             self._note_unseen()
 
