@@ -640,3 +640,31 @@ def test_fx_graphs_whose_blocks_are_inlined_have_them_again():
         found.append(got)
     for site in ("0", "1", "1.fc", "1.fc:input"):
         assert torch.equal(found[0][site], found[1][site]), site
+
+
+@pytest.mark.parametrize("around", ["no_grad", "autocast"])
+@pytest.mark.parametrize("is_decomposed", [False, True])
+def test_calls_in_a_block_that_was_decomposed_away_are_not_left_out_in_silence(around, is_decomposed):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enc = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x):
+            online = self.head(self.enc(x))
+            with torch.no_grad() if around == "no_grad" else torch.autocast("cpu", torch.bfloat16):
+                target = self.enc(x + 1)
+            return online.sum() + target.sum()
+
+    exported = torch.export.export(Twice(), (data(),))
+    graph = (exported.run_decompositions() if is_decomposed else exported).module()
+    why = "a no_grad or autocast block was decomposed into" if is_decomposed else "a graph inside this one"
+    for path in ("enc", "enc.0", "enc.1"):
+        with pytest.raises(SiteError, match=f"{path}: .*{why}"):
+            gaff.capture(graph, path)
+        with pytest.raises(SiteError, match=why):
+            gaff.edit(graph, {path: gaff.edits.zero()})
+    with gaff.capture(graph, "head") as got:
+        graph(data())
+    assert got["head"].shape[-1] == 2

@@ -27,6 +27,13 @@ _WORDS = (
 )
 _VIEWS = frozenset(_WORDS.split())  # operations that return a view
 
+_GENERATED = "<eval_with_key>"  # the file of code that torch.fx writes
+_INSIDE = 2  # calls around a node of a module: the root's, and the module's
+_INLINED = (
+    "a call of it may be among the nodes that a no_grad or autocast block was decomposed into, which name no modules: "
+    "expected the exported program before run_decompositions()"
+)
+
 Chain = tuple[str, ...]  # keys of the calls around a node, outermost first: the same for all nodes of a call
 
 
@@ -145,6 +152,7 @@ class Calls:
             else:
                 self.regions.append(found)
         self.untold.update(_hidden(graph, frozenset(), ""))
+        self._part_inlined(graph)
         self._part_names(graph)
         self.regions = [region for region in self.regions if region.path not in self.untold]
         self.regions.sort(key=lambda region: (region.first, -region.last, region.depth))
@@ -210,6 +218,26 @@ class Calls:
         users = [user for user in self.nodes[number].users if self.numbers[user] > last]
         return any(_is_view(str(user.target)) and not any(map(_is_view, _origins(user))) for user in users)
 
+    def _part_inlined(self, graph: fx.GraphModule) -> None:
+        """Fill ``untold`` for modules of which a call may be among nodes that an inner graph was decomposed into.
+
+        ``run_decompositions`` puts the graph of a ``no_grad`` or ``autocast`` block into the one around it, and its
+        nodes name the root alone; their line is one of generated code. Meant are modules whose parameters such nodes
+        use, those around them, and those without parameters.
+        """
+        is_made = [isinstance(node.target, OpOverload) and _GENERATED in _last_line(node) for node in self.nodes]
+        lost = [node for node, chain, made in zip(self.nodes, self.chains, is_made, strict=True)
+                if made and chain is not None and len(chain) < _INSIDE]  # fmt: skip
+        is_all = any(made and len(chain or ()) >= _INSIDE for chain, made in zip(self.chains, is_made, strict=True))
+        if not lost or is_all:  # else the program itself was generated code
+            return
+        held = {str(one.target) for node in lost for one in node.all_input_nodes if one.op == "get_attr"}
+        for path in filter(None, self.kinds):
+            own = module_at(graph, path)
+            has_some = own is not None and any(True for _ in own.parameters())
+            if not has_some or any(name.startswith(f"{path}.") for name in held):
+                self.untold.setdefault(path, _INLINED)
+
     def _part_names(self, graph: fx.GraphModule) -> None:
         """One module under several names has its calls under each: where that may be so, none of them is told.
 
@@ -228,6 +256,12 @@ class Calls:
                 for inner in self.kinds:
                     if f"{inner}.".startswith(f"{path}."):
                         self.untold[inner] = f"{path} has the parameters of {others}, and may be the same module"
+
+
+def _last_line(node: fx.Node) -> str:
+    """The innermost line of a node's stack trace, with its file; empty where it has none."""
+    lines = [one for one in (node.meta.get("stack_trace") or "").splitlines() if 'File "' in one]
+    return lines[-1] if lines else ""
 
 
 def _occurrences(node: fx.Node, user: fx.Node) -> int:
