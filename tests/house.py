@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 42_250
-MOST_OF_CORE = 14_850
+MOST_LINES = 42_350
+MOST_OF_CORE = 14_900
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

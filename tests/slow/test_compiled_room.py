@@ -35,7 +35,7 @@ def run(compiled, sizes):
 
 
 def test_after_a_session_the_program_has_all_of_its_own_variants():
-    model, compiled = made()
+    _, compiled = made()
     limit = config.recompile_limit
     run(compiled, range(2, 7))
     with gaff.capture(compiled, "0") as got:
@@ -52,7 +52,7 @@ def test_after_a_session_the_program_has_all_of_its_own_variants():
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_sessions_that_are_open_at_once_leave_the_limit_as_it_was(first):
-    model, compiled = made()
+    _, compiled = made()
     limit = config.recompile_limit
     both = [gaff.capture(compiled, "0"), gaff.capture(compiled, "2")]
     run(compiled, [2])

@@ -37,7 +37,7 @@ class OwnVariants:
 
     def open(self) -> None:
         """Begin; may be called again after ``close``."""
-        config = sys.modules.get("torch._dynamo.config")
+        config: Any = sys.modules.get("torch._dynamo.config")
         if self._known is not None or not hasattr(config, "recompile_limit"):
             return
         with _lock:

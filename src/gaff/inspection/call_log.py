@@ -109,8 +109,10 @@ class CallLog:
         self._device = device
 
     def let_go(self) -> None:
-        """Hold no autograd node any more: hooks on these lead back here by ways that Python cannot follow, and the graph
-        and the model would stay for good."""
+        """Hold no autograd node any more.
+
+        Hooks on these lead back here by ways that Python cannot follow: the graph and the model would stay for good.
+        """
         self._nodes.clear()
 
     def forget_gradients(self) -> None:

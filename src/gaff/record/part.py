@@ -27,13 +27,14 @@ _MOST_DEPTH = 20  # of evidence
 class RankPart:
     """What one process of the run has written so far.
 
-    A ``Record`` makes and owns one for each log. ``rank``: its number in the record, ``own``: the rank in the name of
-    its file, ``generation``: how many others with that rank came before it; ``began_at``, ``ended_at``: when it wrote its first
-    frame, and that it ended, in seconds since 1970. ``read`` only ever adds. ``tables`` are step and payload of each
-    MATRIX frame in the order of the file, still compressed: ``table`` unpacks one when it is asked for and keeps it in
-    ``parsed``, by its place and by whether its magnitudes were wanted. ``layouts`` are by number. The columns of
-    ``series`` are always of one length, and ``step`` is one of them; the last steps are those of the ring where a
-    process left before its log had them. ``events`` are JSON objects whose parts were checked, each with its step.
+    A ``Record`` makes and owns one for each log. ``rank``: its number in the record, ``own``: the rank in the name
+    of its file, ``generation``: how many others with that rank came before it; ``began_at``, ``ended_at``: when it
+    wrote its first frame, and that it ended, in seconds since 1970. ``read`` only ever adds. ``tables`` are step
+    and payload of each MATRIX frame in the order of the file, still compressed: ``table`` unpacks one when it is
+    asked for and keeps it in ``parsed``, by its place and by whether its magnitudes were wanted. ``layouts`` are by
+    number. The columns of ``series`` are always of one length, and ``step`` is one of them; the last steps are
+    those of the ring where a process left before its log had them. ``events`` are JSON objects whose parts were
+    checked, each with its step.
     """
 
     rank: int

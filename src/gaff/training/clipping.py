@@ -259,7 +259,7 @@ class _Refusal:
 
 
 def _inner_optimizers(optimizer: Any) -> list[tuple[str, Any]]:
-    """The optimizers that one holds, by the names of its attributes, which step parameters of its own and take hooks."""
+    """The optimizers that one holds, by its attributes' names, which step parameters of its own and take hooks."""
     own = {id(one) for group in optimizer.param_groups for one in group["params"]}
     held = [(name, one) for name, one in vars(optimizer).items() if isinstance(one, torch.optim.Optimizer)]
     return [

@@ -20,6 +20,7 @@ from gaff.address.grammar import Address, Site, fits_op, parse
 from gaff.address.nested import map_tensors
 from gaff.address.resolve import join
 from gaff.compat import distributed
+from gaff.compat.anomaly import AnomalyCheck
 from gaff.compat.autograd import maker_of
 from gaff.engine.gradients.nodes import NodeWatch
 from gaff.engine.ops.calls import OpCall
@@ -74,6 +75,7 @@ class Now:
         self.latest: Made | None = None  # of the last op
         self.outside: Made | None = None  # of the last op outside the model, if it was not meant
         self.is_spread = False  # whether other processes have parts of the model
+        self.anomaly = AnomalyCheck()  # torch's, which is left out meanwhile
 
     def made_of(self, tensor: Tensor, trail: Trail, producers: Producers, site: Site) -> Made:
         """Whose a tensor is that is not finite. ``site``: what it is where it was met.

@@ -125,6 +125,8 @@ class Examination:
         self._state.note_before(around, self._marks, self._now, is_again=self._is_again)
         with ExitStack() as closing:
             closing.callback(lambda: self._trail.nodes.close())
+            closing.callback(self._now.anomaly.put_back)
+            self._now.anomaly.leave_out()
             if not self._is_again:  # that may be in the middle of a step, of whose hooks none may come or go then
                 closing.enter_context(
                     StepWatch(None, self._before_step, ended=lambda one: self._state.note_made(one, self._marks))
@@ -241,6 +243,7 @@ class Examination:
         """An op begins: look at what it is given; keep the ranges of what it overwrites or backward may ask for."""
         if self._asleep:
             return
+        self._now.anomaly.leave_out()
         given = [tensor for _, tensor in iter_tensors((call.args, call.kwargs)) if can_hold(tensor)]
         self._state.meet_all(call, given)
         came = [(tensor, self._look(tensor)) for tensor in given]

@@ -291,8 +291,8 @@ def loss_holds_the_last(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.0,
 )
 def written_back(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Of the change that a step has made which was looked at, less than a twentieth is there at the beginning of the very
-    next step, and no loss has fallen by a tenth: inner loops that begin anew on purpose go on learning. Certain."""
+    """Of the change that a step has made which was looked at, less than a twentieth is there as the very next one
+    begins, and no loss has fallen by a tenth: inner loops that begin anew on purpose go on learning. Certain."""
     found = sample.facts.get("kept")
     if found and found["share"] < _KEPT and not any(has_fallen(past, name) for name in past.losses):
         told = f"{max(0.0, found['share']):.2g} of what a step of {found['optimizer']} has changed is there at the next"

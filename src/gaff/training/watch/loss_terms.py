@@ -50,7 +50,7 @@ def both_ways(chain: list[Any], names: list[str], name: str) -> dict[str, Any]:
 
 
 def terms_of(node: Any) -> list[list[Any]]:
-    """The chains of what a loss is the sum of, 32 at the most, each without the numbers above 0 that it is multiplied by.
+    """The chains of a loss's summands, 32 at the most, each without the numbers above 0 that it is multiplied by.
 
     Empty of what is no sum.
     """

@@ -25,7 +25,7 @@ class WrittenBack:
         self._told: dict[str, Any] = {}
 
     def begins(self, optimizer: Any, number: int) -> None:
-        """Step ``number`` begins: note the share of the last change that is still there, 1 where nobody wrote to weights.
+        """Step ``number`` begins: note the share of the last change that is there yet, 1 where nobody wrote to weights.
 
         Nothing where the last step that was looked at is not the one before, or has changed nothing that is still
         known.
