@@ -116,3 +116,10 @@ def test_rank_1_is_not_taken_for_rank_10(tmp_path):
     for rank in (10, 11):
         with pytest.raises(RecordError, match="holds a run already"):
             prepare(Settings(out=tmp_path, rank=rank))
+
+
+def test_a_folder_of_a_command_that_trained_nothing_is_told_as_that(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"version": 1, "code": 1}))
+    told = "the command trained no torch model that was seen, and ended with exit code 1: no record"
+    with pytest.raises(RecordError, match=told):
+        gaff.load(tmp_path)

@@ -72,6 +72,10 @@ class Record:
         self._named: tuple[int, dict[str, tuple[str, str]]] = (-1, {})  # by how many layouts there were
         self._open()
         if not self._parts:
+            if (self.path / HEAD).exists():
+                code = read_head(self.path / HEAD, VERSION).get("code")
+                ended = ", so far" if code is None else f", and ended with exit code {code}"
+                raise RecordError(f"{str(path)!r}: the command trained no torch model that was seen{ended}: no record")
             kind = "is no folder" if not self.path.is_dir() else f"holds no file *{ENDING}"
             raise RecordError(f"{str(path)!r} {kind}: expected a folder that gaff watch --out has written")
         self.head = read_head(self.path / HEAD, VERSION)

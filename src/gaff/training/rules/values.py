@@ -435,7 +435,8 @@ def _change(looks: list[tuple[int, float]]) -> float:
     severity="warning",
     means="dropout is active while the model is in eval mode: what it returns is random",
     cause="dropout that ignores the mode: F.dropout without training=self.training, or a module left in train mode",
-    remedy="pass training=self.training to F.dropout; call model.eval() on the whole model",
+    remedy="pass training=self.training to F.dropout; call model.eval() on the whole model; where it is meant (Monte "
+    "Carlo dropout), leave this rule out: --rules-off random_in_eval",
     phase="eval",
     least=1,
     share=0.5,
