@@ -217,8 +217,9 @@ class Clipping:
             if limit is not None:
                 factor = (limit / (total + TINY)).clamp(max=1.0)
                 foreach.scale_all(gradients, factor)
-        apart = [one.to(norms[0].device) for one in norms] if factor is not None else []
-        largest = torch.stack(apart).argmax() if apart else None
+        is_apart = len({one.device for one in norms}) > 1
+        near = [one.to(norms[0].device) for one in norms] if is_apart else norms
+        largest = torch.stack(near).argmax() if factor is not None else None
         self.audit.add(total, factor, told, largest, numbers=numbers, skipped=skip, nonfinite=bad)
         return skip
 

@@ -48,7 +48,7 @@ _ONE_BY_ONE = (
     "SgnBackward", "LogBackward", "Log1PBackward", "ExpBackward", "CoshBackward", "SoftplusBackward", "MaximumBackward",
     "MinimumBackward", "ClampBackward", "ClampMinBackward", "ClampMaxBackward", "WhereBackward",
 )  # functions of single elements, of which losses by hand are made  # fmt: skip
-_OF_TERMS = ("nll", "axis", "axis_dim", "doubled", "spread", "alone", "outside")
+_OF_TERMS = ("axis", "axis_dim", "doubled", "spread", "alone", "outside")
 _LITTLE = 2.0  # times what a softmax or sigmoid may be multiplied and still count as what it is
 _BOUNDS = {"ReluBackward": "relu", "SigmoidBackward": "sigmoid", "TanhBackward": "tanh"}
 
