@@ -7,7 +7,7 @@ from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 import gaff
-from gaff.compat import compiler, own_variants
+from gaff.compat import compiler
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,7 +58,7 @@ def test_sessions_that_are_open_at_once_leave_the_limit_as_it_was(first):
     run(compiled, [2])
     for one in both:
         one.__enter__()
-    assert (config.recompile_limit > limit, own_variants.most_variants()) == (True, limit)
+    assert config.recompile_limit == limit
     run(compiled, range(2, 6))
     both[first].__exit__(None, None, None)
     run(compiled, range(2, 12))

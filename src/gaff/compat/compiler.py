@@ -196,6 +196,11 @@ def was_reset() -> bool:
     return True
 
 
+def is_region(module: Any) -> bool:
+    """Whether a module's own calls were compiled, by ``module.compile()``."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 def frames() -> int:
     """How many frames have been compiled since the compiler was loaded or reset."""
     loaded = sys.modules.get("torch._dynamo.convert_frame")

@@ -1,4 +1,4 @@
-"""Room for variants of compiled code that have hooks of ours inside, which take none of the program's own.
+"""Variants of compiled code that have hooks of ours inside: they take none of the room that a program has for its own.
 
 torch keeps a limited number of compiled variants of one function (``torch._dynamo.config.recompile_limit``), and beyond
 that runs it eagerly, or raises with ``fullgraph=True``. A program that needs nearly all of them must not lose any.
@@ -8,79 +8,101 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
-from threading import Lock
+from collections.abc import Callable, Iterator
+from threading import RLock
 from typing import Any
 
-_ROOM = 64  # variants of one function that may be compiled while some of ours are
+from gaff.compat import compiler
+
 _NAME = "gaff"  # no argument of a function has this name and is ours: see ``_mark``
-_lock = Lock()
-_raised: list[int] = []  # the program's limit, once for each that is open
+_lock = RLock()
+_open: list[OwnVariants] = []
+_unheard: list[Callable[[], None]] = []  # what ends being told of what is compiled, while some are open
 
 
 class _Owner:
-    """Whose the variants are; lives as long as the process."""
+    """Whose variants are; lives as long as the process."""
 
 
-_OWNER = _Owner()
+_OURS, _LENT = _Owner(), _Owner()
 
 
 class OwnVariants:
     """While open code is compiled with hooks of ours, and what is compiled then counts as none of the program's.
 
-    The limit is higher meanwhile, and the program's own again after ``close``, unless somebody has set another.
+    The program's variants do not count either meanwhile, so that there is room for ours, and do again after ``close``.
     Sessions may be open at once, and close in any order. Does nothing in a process that has compiled nothing.
     """
 
-    def __init__(self) -> None:
-        self._known: weakref.WeakSet[Any] | None = None
-
     def open(self) -> None:
-        """Begin; may be called again after ``close``."""
-        config: Any = sys.modules.get("torch._dynamo.config")
-        if self._known is not None or not hasattr(config, "recompile_limit"):
-            return
+        """Begin; does nothing where it has begun already. May be called again after ``close``."""
         with _lock:
-            self._known = weakref.WeakSet(_guards())
-            if not _raised:
-                _raised.append(config.recompile_limit)
-                config.recompile_limit += _ROOM
-            else:
-                _raised.append(_raised[0])
+            if self in _open or not compiler.is_loaded():
+                return
+            if not _open:
+                _mark_all(_LENT)
+                _unheard.append(compiler.on_compiling(_claim))
+            _open.append(self)
 
     def close(self) -> None:
-        """End: what was compiled since ``open`` counts no more."""
-        if self._known is None:
-            return
-        config: Any = sys.modules["torch._dynamo.config"]
+        """End: what was compiled since ``open`` counts no more, whenever the program runs."""
         with _lock:
+            if self not in _open:
+                return
+            _claim()
+            _open.remove(self)
+            if _open:
+                return
+            while _unheard:
+                _unheard.pop()()
             for one in _guards():
-                if one not in self._known:
-                    _mark(one)
-            self._known = None
-            limit = _raised.pop()
-            if not _raised and config.recompile_limit == limit + _ROOM:
-                config.recompile_limit = limit
+                if _owner_of(one) is _LENT:
+                    del one.id_matched_objs[_NAME]
 
 
 def most_variants() -> int:
-    """How many compiled variants of one function torch keeps for the program; beyond them it runs it eagerly."""
+    """How many compiled variants of one function torch keeps; beyond them it runs the function eagerly."""
     config = sys.modules.get("torch._dynamo.config")
-    return _raised[0] if _raised else int(getattr(config, "recompile_limit", 8))
+    return int(getattr(config, "recompile_limit", 8))
 
 
 def most_own() -> int:
     """How many variants there are that were compiled with hooks of ours, of the function that has the most."""
-    return max((sum(_NAME in one.id_matched_objs for one in each) for each in _by_code()), default=0)
+    return max((sum(_owner_of(one) is _OURS for one in each) for each in _by_code()), default=0)
 
 
-def _mark(guards: Any) -> None:
-    """Let a variant count against no limit.
+def most_any() -> int:
+    """How many variants there are, of anybody, of the function that has the most."""
+    return max(map(len, _by_code()), default=0)
 
-    torch counts those alone whose modules among the arguments are those of the call: this one says that an argument
-    must be an object of ours, which it never is. Whether the variant fits a call is decided by its guards, not by this.
+
+def is_full() -> bool:
+    """Whether some function has as many variants of the program's own as torch keeps, so that others run eagerly."""
+    most = most_variants()
+    return any(sum(_owner_of(one) is not _OURS for one in each) >= most for each in _by_code())
+
+
+def _claim() -> None:
+    """What nobody has marked yet was compiled with hooks of ours: told as the next variant is about to be compiled."""
+    with _lock:
+        if _open:
+            _mark_all(_OURS)
+
+
+def _mark_all(owner: _Owner) -> None:
+    """Let all variants that are not marked count against no limit.
+
+    torch counts those alone whose modules among the arguments are those of the call: a mark says that an argument must
+    be an object of ours, which it never is. Whether a variant fits a call is decided by its guards, not by this.
     """
-    guards.id_matched_objs[_NAME] = weakref.ref(_OWNER)
+    for one in _guards():
+        one.id_matched_objs.setdefault(_NAME, weakref.ref(owner))
+
+
+def _owner_of(guards: Any) -> Any:
+    """Whose mark a variant has; None where it has none."""
+    mark = guards.id_matched_objs.get(_NAME)
+    return mark() if mark is not None else None
 
 
 def _guards() -> Iterator[Any]:

@@ -20,7 +20,6 @@ from gaff.address.grammar import Site
 from gaff.address.nested import Arguments
 from gaff.address.resolve import Found, called_modules, need_module, unwrap
 from gaff.compat import distributed, foreach
-from gaff.compat.anomaly import AnomalyCheck
 from gaff.engine.process.calls import Outermost, is_compiled
 from gaff.engine.process.optimizer import StepWatch
 from gaff.engine.session import Session
@@ -72,7 +71,6 @@ class Guard(Unopened):
             taps.append(CallTap(Found(Site(), root), self._entered, self._end))  # after the root's own probe
         self._session = Session(model, taps, threads="own", is_traceable=has_graphs)
         self._closing = ExitStack()
-        self._anomaly = AnomalyCheck()
         self._bad_before: frozenset[str] = frozenset()  # sites of parameters that were bad when it was opened
         self._forbidden: dict[str, int] = {}  # by site how many -inf a parameter held then, and nothing else
 
@@ -97,8 +95,6 @@ class Guard(Unopened):
             opening.enter_context(StepWatch(self._model.parameters, self._before_step, self._runs.forget))
             if self._outermost is not None:
                 opening.enter_context(self._outermost)
-            opening.callback(self._anomaly.put_back)
-            self._anomaly.leave_out()
             OPEN.append(self._search)
             opening.callback(OPEN.remove, self._search)
             self._bad_before = self._bad_parameters()
@@ -138,7 +134,6 @@ class Guard(Unopened):
         """
         if _is_inner(run):
             return
-        self._anomaly.leave_out()
         self._unstepped += 1
         if len(self._runs.batches) == KEPT:
             self._check_forward()

@@ -8,6 +8,7 @@ again.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from gaff.compat import compiler, own_variants
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from gaff.engine.compiled.hooks import LookHooks
 
 
+_MOST_OWN = 64  # variants of one function with hooks inside
 _STRICT = ("fail_on_recompile", "eager_on_recompile", "eager_then_compile", "aot_eager_then_compile")
 
 
@@ -43,14 +45,27 @@ class InsideCompiled:
             self._models.missed.append(note)
         return is_strict
 
-    def _has_room(self) -> bool:
-        """Whether code may be compiled once more with hooks in it; noted where it may not."""
-        most = own_variants.most_variants()
-        is_full = own_variants.most_own() >= most
-        note = f"compiled code is not looked at any more: {most} variants of it were compiled for that"
-        if is_full and note not in self._models.missed:
+    def _has_room(self, model: Model) -> bool:
+        """Whether code may be compiled once more with hooks in it; noted where it may not.
+
+        It may not where the program has compiled as many variants of its own as torch keeps: others run eagerly there,
+        and would be compiled with hooks. Of more compiled modules of one class than that nobody knows whether they
+        share their code before they have run.
+        """
+        root = model.root()
+        regions = Counter(type(one) for one in root.modules() if compiler.is_region(one)) if root is not None else {}
+        is_unknown = max(regions.values(), default=0) > own_variants.most_variants() and own_variants.most_any() == 0
+        if own_variants.is_full():
+            note = (
+                f"compiled code of which torch keeps no more variants ({own_variants.most_variants()}) is not looked at"
+            )
+        elif own_variants.most_own() >= _MOST_OWN:
+            note = f"compiled code is not looked at any more: {_MOST_OWN} variants of it were compiled for that"
+        else:
+            return not is_unknown
+        if note not in self._models.missed:
             self._models.missed.append(note)
-        return not is_full
+        return False
 
     def is_needed(self) -> bool:
         """Whether a model is compiled: then global hooks must stay off, or its code would be compiled with them."""
@@ -71,7 +86,7 @@ class InsideCompiled:
             entries = [(one, entry) for one, entry in self._models.entries.items() if entry.model == model.name]
             inside = [(one, _needs_args(entry)) for one, entry in entries]
             looks = self._looks[model.name] = LookHooks(inside, self._listener)
-        if is_on and self._has_room():
+        if is_on and self._has_room(model):
             looks.switch_on()
         elif not is_on:
             looks.switch_off()
