@@ -769,10 +769,15 @@ def test_an_average_that_is_copied_back_is_told_though_the_loss_falls(tmp_path):
     assert (verdict.state, verdict.name) == ("wrong", "written_back")
 
 
-def test_statistics_that_are_taken_anew_before_an_evaluation_are_no_fault(tmp_path):
-    """As precise BatchNorm does, by hand: twenty batches in training mode, and then the evaluation in evaluation mode."""
+@pytest.mark.parametrize("what", ["statistics", "accuracy", "dropout"])
+def test_statistics_that_are_taken_anew_before_an_evaluation_are_no_fault(tmp_path, what):
+    """As precise BatchNorm does, by hand: batches in training mode, and then the evaluation in evaluation mode.
+
+    Where a dropout acts as well, or the momentum is as ever, it may be an accuracy that is measured so.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    act = nn.Dropout(0.1) if what == "dropout" else nn.ReLU()
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), act, nn.Linear(16, 4))
     optimizer, x = torch.optim.SGD(model.parameters(), 0.05), torch.randn(32, 8)
     labels = x[:, :4].argmax(1)
     with gaff.watch(out=tmp_path / "run", every=5):
@@ -783,10 +788,16 @@ def test_statistics_that_are_taken_anew_before_an_evaluation_are_no_fault(tmp_pa
                 F.cross_entropy(model(x), labels).backward()
                 optimizer.step()
             with torch.no_grad():
+                model[1].momentum = 0.1 if what == "accuracy" else 1.0
                 for _ in range(20):
                     model(x)
+                model[1].momentum = 0.1
                 model.eval()
                 F.cross_entropy(model(x), labels)
     record = gaff.load(tmp_path / "run")
     assert {told["in_training_mode"] for _, told in record.events("evaluated")} == {0}
-    assert record.verdict.state == "healthy", str(record.verdict)
+    verdict = record.verdict
+    if what == "statistics":
+        assert verdict.state == "healthy", str(verdict)
+    else:
+        assert (verdict.name, verdict.certainty) == ("train_mode_in_eval", "likely"), str(verdict)

@@ -68,6 +68,14 @@ def test_a_second_group_of_processes_is_compared_within_itself(tmp_path, write):
     assert "(4 processes in 2 groups, one after another)" in verdict(record)
 
 
+def test_groups_of_several_sizes_are_told_apart(tmp_path, write):
+    for name, world in (("rank0", 2), ("rank1", 2), ("rank0-9", 3), ("rank1-8", 3), ("rank2", 3)):
+        write(name, float(world), world=world)
+    record = gaff.load(tmp_path)
+    assert record.groups == [[0, 1], [2, 3, 4]]
+    assert not record.findings
+
+
 def test_processes_without_a_group_stay_together(tmp_path, write):
     for name in ("rank0", "rank0-7", "rank0-9"):
         write(name, 0.0, world=None)

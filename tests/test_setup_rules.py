@@ -426,6 +426,12 @@ SOFT = torch.rand(8, 3).softmax(-1)
             {"spread"},
         ),
         (lambda model, x, y: model(x).square().mean() - F.cross_entropy(_softmax(model, x), y), set()),
+        (
+            lambda model, x, y: model(x).square().mean() + (model(x)[:, 0][:, None] - torch.randn(8)).square().mean(),
+            set(),
+        ),
+        (lambda model, x, y: model(x).square().mean() + F.nll_loss(model(x).log_softmax(0).T[:, :3], y[:3]), set()),
+        (lambda model, x, y: model(x).square().mean() + F.nll_loss(_softmax(model, x).log(), y), set()),
         (lambda model, x, y: F.cross_entropy(_softmax(model, x) * model(x), y), {"classes"}),  # a gate
         (lambda model, x, y: F.cross_entropy(_softmax(model, x) * 20 + model(x), y), {"classes"}),
         (lambda model, x, y: F.binary_cross_entropy_with_logits(20 * model(x).sigmoid() - 10, SOFT), {"mean_of"}),

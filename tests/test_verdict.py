@@ -324,7 +324,7 @@ def test_a_loss_with_a_few_targets_far_from_all_others_is_neither_too_fast_nor_s
 
 def test_a_learning_rate_that_still_rises_at_the_end_is_told():
     still = [2.0 + 0.01 * (step % 3) for step in range(200)]
-    rising, steady = (curve(rates) for rates in ([1e-6 * (step + 1) for step in range(200)], [1e-6] * 200))
+    rising, steady = (curve(rates) for rates in ([1e-8 * (step + 1) for step in range(200)], [1e-8] * 200))
     for rates, is_told in ((rising, True), (steady, False)):
         verdict = judge(RunCase((), 200, 50, {"loss": curve(still)}, rates, {"loss": 2.0}))
         assert (verdict.name == "learning_rate_too_low") == is_told, str(verdict)

@@ -225,7 +225,7 @@ class Calls:
         nodes name the root alone; their line is one of generated code. Meant are modules whose parameters such nodes
         use, those around them, and those without parameters.
         """
-        is_made = [isinstance(node.target, OpOverload) and _GENERATED in _last_line(node) for node in self.nodes]
+        is_made = [isinstance(node.target, OpOverload) and _is_of_graph(node) for node in self.nodes]
         lost = [node for node, chain, made in zip(self.nodes, self.chains, is_made, strict=True)
                 if made and chain is not None and len(chain) < _INSIDE]  # fmt: skip
         is_all = any(made and len(chain or ()) >= _INSIDE for chain, made in zip(self.chains, is_made, strict=True))
@@ -258,10 +258,11 @@ class Calls:
                         self.untold[inner] = f"{path} has the parameters of {others}, and may be the same module"
 
 
-def _last_line(node: fx.Node) -> str:
-    """The innermost line of a node's stack trace, with its file; empty where it has none."""
-    lines = [one for one in (node.meta.get("stack_trace") or "").splitlines() if 'File "' in one]
-    return lines[-1] if lines else ""
+def _is_of_graph(node: fx.Node) -> bool:
+    """Whether the line that a node comes from is one of an exported graph's own code."""
+    lines = (node.meta.get("stack_trace") or "").splitlines()
+    at = max((number for number, one in enumerate(lines) if 'File "' in one), default=None)
+    return at is not None and _GENERATED in lines[at] and any("torch.ops.aten." in one for one in lines[at + 1 :])
 
 
 def _occurrences(node: fx.Node, user: fx.Node) -> int:

@@ -66,14 +66,14 @@ def claims(case: RunCase) -> list[Claim]:
     if _has_rates(case):
         case = case.without("lr_zero")
     written = case.found("written_back")
-    if _has_learned(case) and written is not None and written.share <= 0.5:  # longer it is no inner loop
+    if written is not None and written.share <= 0.5:  # an inner loop, or slow weights every few steps (Lookahead)
         case = case.without("written_back")
     if case.loss is not None and 0 < case.loss[1].last < 0.5 * case.loss[1].first:  # seen while it had not fallen yet
         case = case.without("saturated").without("vanishing").without("sparse_gradient")
     if case.has_settled:  # updates that are nothing any more are what the schedule wants
         case = case.without("never_updated").without("update_small")
-    if (case.optimizers > 1 and not case.evaluated.losses) or case.evaluated.in_eval_mode:
-        case = case.without("train_mode_in_eval")  # an adversary's samples; statistics that are taken anew
+    if case.optimizers > 1 and not case.evaluated.losses:
+        case = case.without("train_mode_in_eval")  # an adversary's samples
     found = [claim for ask in _CAUSES if (claim := ask(case)) is not None and not _is_refuted(claim, case)]
     follow = {name for one in found for name in one.explains}
     found.sort(key=lambda one: (CERTAINTIES.index(one.certainty), case.steps if one.since is None else one.since,
@@ -187,14 +187,16 @@ def zeros_that_nobody_trains(case: RunCase) -> Claim | None:
 
 @cause
 def evaluated_in_training_mode(case: RunCase) -> Claim | None:
-    """A model that is evaluated in training mode: certain where losses of the evaluation were heard.
+    """A model that is evaluated in training mode: certain where losses of such an evaluation were heard, likely where
+    all that were heard followed runs in evaluation mode: an accuracy may be measured so.
 
     Without any, a run without gradients may be another thing: statistics that are taken anew, samples of a generator.
     """
     finding = case.found("train_mode_in_eval")
     if finding is None or not case.evaluated.losses:
         return None
-    return Claim(finding.rule, "certain", told_of(finding), (evidence_of(finding),), finding.since, finding.remedy)
+    certainty = "likely" if case.evaluated.in_eval_mode else "certain"
+    return Claim(finding.rule, certainty, told_of(finding), (evidence_of(finding),), finding.since, finding.remedy)
 
 
 @cause

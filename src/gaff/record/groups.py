@@ -6,6 +6,7 @@ failure. Each has a rank 0, and what is compared or put together is of one group
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,14 +17,18 @@ from gaff.record.part import RankPart
 def groups(parts: Sequence[RankPart]) -> list[list[RankPart]]:
     """The processes by the group of torch.distributed that they were in, in the order in which groups began.
 
-    The second process that had a rank belongs to the second group. Processes without such a group are one together, as
-    are those of records that do not tell.
+    The second process that had a rank among as many belongs to the second group of that size. Processes without such a
+    group are one together, as are those of records that do not tell.
     """
-    found: dict[int, list[RankPart]] = {}
-    for part in parts:
-        is_known = any(isinstance(one.get("world"), int) for _, one in part.events if one.get("kind") == "model")
-        found.setdefault(part.generation if is_known else 0, []).append(part)
-    return [found[at] for at in sorted(found)]
+    found: dict[tuple[int, int], list[RankPart]] = {}
+    before: Counter[tuple[int, int]] = Counter()
+    for part in sorted(parts, key=lambda one: one.generation):
+        told = (one.get("world") for _, one in part.events if one.get("kind") == "model")
+        world = next((one for one in told if isinstance(one, int)), 0)
+        found.setdefault((world, before[part.own, world] if world else 0), []).append(part)
+        before[part.own, world] += 1
+    ordered = sorted(found.values(), key=lambda group: min(one.began_at for one in group))
+    return [sorted(group, key=lambda one: one.rank) for group in ordered]
 
 
 def only_group(parts: Sequence[RankPart]) -> list[RankPart]:

@@ -13,6 +13,7 @@ _BESIDE = ("padding_attended", "padding_in_loss")  # with which a loss falls all
 _HARMLESS = ("sparse_gradient", *_BESIDE)
 _VERY_FAR = 1e4  # one whose gradients are above any limit for them at any time
 _FAR = 100.0  # a target of a regression in units of its own; chosen: a fresh layer returns numbers of about one
+_HARDLY = 1e-5  # a learning rate by which a model hardly changes, whatever optimizer has it; chosen
 _RESTLESS = 0.7  # how far single steps of a loss lie from their stretch, of it, beyond which a stretch says little
 
 
@@ -175,11 +176,18 @@ def learning_rate_is_gone(case: RunCase) -> Claim | None:
 def still_warmed_up(case: RunCase) -> Claim | None:
     """A learning rate that rises to the end of a run whose loss has not fallen: its warm-up is longer than the run.
 
-    Asked of schedules that are no search for a learning rate, where the loss does not rise either.
+    Asked of schedules that are no search for a learning rate and have not come above 1e-5, where the loss does not rise
+    either.
     """
     if case.lr is None or case.loss is None or case.single.is_search or case.is_range_test or case.optimizers != 1:
         return None
-    if not case.lr.is_rising_to_the_end or case.loss[1].fell() or case.rise is not None or case.jump is not None:
+    if (
+        max(case.lr.highs, default=1.0) > _HARDLY
+        or not case.lr.is_rising_to_the_end
+        or case.loss[1].fell()
+        or case.rise is not None
+        or case.jump is not None
+    ):
         return None
     told = f"the learning rate was {case.lr.start:.3g} at first, {max(case.lr.highs):.3g} at the end, and still rising"
     return Claim("learning_rate_too_low", "possible", "the learning rate was still being warmed up when the run ended",

@@ -208,7 +208,8 @@ def _batch_norm(case: Case) -> str:
 
 def _unit(case: Case) -> str:
     """``normalize`` and ``cosine_similarity`` of a vector of norm 0, with an ``eps`` that is 0, or 0 in their type."""
-    eps = case.kwargs.get("eps", 1e-12 if case.op == "normalize" else 1e-8)
+    eps = case.argument(3, "eps")
+    eps = (1e-12 if case.op == "normalize" else 1e-8) if eps is None else eps
     kind = getattr(torch, case.output.dtype, torch.float64)
     if not isinstance(eps, (int, float)) or float(torch.tensor(eps, dtype=kind, device="cpu")):
         return ""
@@ -364,9 +365,11 @@ def _overflow(case: Case) -> str:
     limit = LIMITS.get(case.output.dtype)
     wide = [one for one in case.ranges if limit is not None and one.dtype != case.output.dtype and one.largest > limit]
     if wide and case.output.dtype in ("float16", "bfloat16"):
+        is_auto = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        how = f"autocast runs {case.op} in" if is_auto else f"{case.op} returns"
         return (
-            f"overflow: {wide[0].name} goes up to {wide[0].largest:.4g} in {wide[0].dtype}, and autocast runs "
-            f"{case.op} in {case.output.dtype}, which holds up to {limit:.4g}"
+            f"overflow: {wide[0].name} goes up to {wide[0].largest:.4g} in {wide[0].dtype}, and {how} "
+            f"{case.output.dtype}, which holds up to {limit:.4g}"
         )
     tensors = None if limit is None else in_float64(case)
     if limit is None or tensors is None:

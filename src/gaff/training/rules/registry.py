@@ -142,9 +142,9 @@ class Past:
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether the learning rate is higher than it was at the look before."""
-        rates = [*self.norms.get(("", "lr"), ())][-2:]
-        return len(rates) > 1 and rates[1] > rates[0]
+        """Whether the learning rate is higher than it was at all looks before."""
+        rates = [*self.norms.get(("", "lr"), ())]
+        return len(rates) > 1 and rates[-1] > max(rates[:-1])
 
 
 LEAST_TARGETS = 8  # of a batch, before it says anything that they are all alike

@@ -297,7 +297,7 @@ def update_small(sample: Sample, past: Past) -> Iterator[Hit]:
     """The median over the weights of rms(update) / rms(weight) is below 1e-5, a tenth of TheDeepChecker's limit.
 
     Biases are left out, and embeddings where there are other weights; so is a step whose gradients are all zero, one of
-    L-BFGS that changes nothing at all, a learning rate that has risen since the look before, and a run whose loss falls
+    L-BFGS that changes nothing at all, a learning rate that is higher than ever before, and a run whose loss falls
     by a tenth all the same.
     """
     if (

@@ -48,6 +48,7 @@ _ONE_BY_ONE = (
     "SgnBackward", "LogBackward", "Log1PBackward", "ExpBackward", "CoshBackward", "SoftplusBackward", "MaximumBackward",
     "MinimumBackward", "ClampBackward", "ClampMinBackward", "ClampMaxBackward", "WhereBackward",
 )  # functions of single elements, of which losses by hand are made  # fmt: skip
+_ALONE = ("UnsqueezeBackward", "ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "ExpandBackward")
 _OF_TERMS = ("axis", "axis_dim", "doubled", "spread", "alone", "outside")
 _LITTLE = 2.0  # times what a softmax or sigmoid may be multiplied and still count as what it is
 _BOUNDS = {"ReluBackward": "relu", "SigmoidBackward": "sigmoid", "TanhBackward": "tanh"}
@@ -119,7 +120,7 @@ def _facts_of_term(chain: list[Any], name: str) -> dict[str, Any]:
     names = list(map(name_of, chain))
     for at in range(len(names)):
         _note_node(chain, names, at, name, found)
-    spread = _spread(chain, names)
+    spread = _spread(chain, names, is_meant_by=_ALONE)
     if spread is not None:
         found["spread"] = {"loss": name, **spread}
     return {kind: told for kind, told in found.items() if kind in _OF_TERMS}
@@ -300,10 +301,11 @@ def _converts_a_leaf(node: Any) -> bool:
     return node.name().startswith("ToCopyBackward") and all(end.endswith("AccumulateGrad") for end in ends)
 
 
-def _spread(chain: list[Any], names: list[str]) -> dict[str, Any] | None:
+def _spread(chain: list[Any], names: list[str], *, is_meant_by: tuple[str, ...] = ()) -> dict[str, Any] | None:
     """The shapes of what a difference was made of, and of the difference, where one broadcast both to a square.
 
     Of a chain that is one mean, sum or norm of the difference, with functions of single elements before and after.
+    ``is_meant_by``: nodes that give a tensor a further dimension, as those do who compare all with all on purpose.
     """
     plain = [at for at, one in enumerate(names) if not is_view(one)]
     at = next((at for at in plain if names[at] not in (*_REDUCED, *_ONE_BY_ONE)), None)
@@ -313,6 +315,8 @@ def _spread(chain: list[Any], names: list[str]) -> dict[str, Any] | None:
     node = chain[at]
     made = tuple(node._input_metadata[0].shape)
     given = [tuple(one._input_metadata[at].shape) for one, at in node.next_functions if one is not None]
+    if any(one is not None and name_of(one) in is_meant_by for one, _ in node.next_functions):
+        return None
     is_square = len(made) == 2 and made[0] == made[1] > 1
     if not is_square or len(given) != 1 or given[0] not in ((made[0], 1), (1, made[0]), (made[0],)):
         return None
@@ -339,7 +343,7 @@ def _note_classes(chain: list[Any], names: list[str], at: int, before: int, name
     shape: Any = getattr(kept_by(chain[at], "result"), "shape", ())
     is_mean = getattr(chain[before], "_saved_reduction", 1) == 1 or "summed" in found
     if len(shape) == 2 and chain[at]._saved_dim == 0:
-        if shape[0] != shape[1]:  # of pairs with one another both ways are meant
+        if shape[0] != shape[1] and not _TURNS.intersection(names[before + 1 : at]):  # of pairs both ways are meant
             found["axis"] = name
         return
     dim, taken = (

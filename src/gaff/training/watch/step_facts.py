@@ -220,9 +220,11 @@ def precision(module: nn.Module) -> str:
 def renews_statistics(module: nn.Module) -> bool:
     """Whether the call in progress takes statistics of BatchNorm anew: in training mode, and yet no evaluation.
 
-    So does torch's ``update_bn``, and whoever sets a momentum of 1 for it, by which only the last batch counts.
+    So does torch's ``update_bn``, and whoever sets a momentum of 1 for it, by which only the last batch counts, or of
+    None, by which all count alike, where nothing else is in training mode.
     """
-    if any(one.training and getattr(one, "momentum", None) == 1.0 for one in _with_modes(module)):
+    acting = [one for one in _with_modes(module) if one.training]
+    if acting and all(getattr(one, "momentum", 0.1) in (1.0, None) for one in acting):
         return True
     codes = (frame.f_code for frame in frames_from(sys._getframe(1)))
     return any(code.co_name == "update_bn" and code.co_filename.endswith("swa_utils.py") for code in codes)
