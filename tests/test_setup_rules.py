@@ -804,3 +804,13 @@ def test_the_softmax_of_a_loss_over_images_runs_over_the_classes(tmp_path, sizes
     if found:
         dim = kind % (2 + len(sizes))
         assert f"runs over dimension {dim} of [16, 3, {', '.join(map(str, sizes))}]: nll_loss has" in found[0].message
+
+
+def test_thousands_of_summands_are_looked_at_in_part():
+    from gaff.training.watch.loss_graph import facts_of_graph
+    from gaff.training.watch.loss_terms import terms_of
+
+    model, x, y = nn.Linear(4, 3), torch.randn(8, 4), torch.randint(0, 3, (8,))
+    loss = sum(model(x).square().mean() for _ in range(3000)) + F.cross_entropy(_softmax(model, x), y)
+    assert len(terms_of(loss.grad_fn)) == 32
+    assert set(facts_of_graph(loss, "loss")) == {"doubled"}

@@ -295,12 +295,6 @@ def refuse_localized(parameters: Iterable[Any]) -> None:
         raise PlanError(LOCALIZED)
 
 
-def world_size() -> int | None:
-    """How many processes torch.distributed has put into one group; None where it has not begun."""
-    known = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if known else None
-
-
 def replica_ranks(model: Any) -> list[int]:
     """The ranks whose copies of ``model`` DistributedDataParallel keeps equal; empty for any other model.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from gaff.compat import compiler
 
-_NAME = "gaff"  # no argument of a function has this name and is ours: see ``_mark``
+_NAME = "gaff"  # no argument of a function has this name and is ours: see ``_mark_all``
 _lock = RLock()
 _open: list[OwnVariants] = []
 _unheard: list[Callable[[], None]] = []  # what ends being told of what is compiled, while some are open
@@ -106,6 +106,7 @@ def _owner_of(guards: Any) -> Any:
 
 
 def _guards() -> Iterator[Any]:
+    """The guards of all variants that torch keeps."""
     for each in _by_code():
         yield from each
 

@@ -17,14 +17,14 @@ from gaff.record.part import RankPart
 def groups(parts: Sequence[RankPart]) -> list[list[RankPart]]:
     """The processes by the group of torch.distributed that they were in, in the order in which groups began.
 
-    The second process that had a rank among as many belongs to the second group of that size. Processes without such a
-    group are one together, as are those of records that do not tell.
+    The second process that had a rank among as many belongs to the second group of that size. Processes that are alone
+    in theirs, or have none, are one together, as are those of records that do not tell.
     """
     found: dict[tuple[int, int], list[RankPart]] = {}
     before: Counter[tuple[int, int]] = Counter()
     for part in sorted(parts, key=lambda one: one.generation):
         told = (one.get("world") for _, one in part.events if one.get("kind") == "model")
-        world = next((one for one in told if isinstance(one, int)), 0)
+        world = next((one for one in told if isinstance(one, int) and one > 1), 0)
         found.setdefault((world, before[part.own, world] if world else 0), []).append(part)
         before[part.own, world] += 1
     ordered = sorted(found.values(), key=lambda group: min(one.began_at for one in group))

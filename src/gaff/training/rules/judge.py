@@ -186,9 +186,9 @@ class Judge:
         """One finding of all places of a rule in a model; its site is where it began, the others stand in ``also``.
 
         A place is live that was hit in the last three looks, or in the last quarter of them and the second half of the
-        steps: looks become rarer, and most may lie in a first part of a run. A live one is preferred as
-        the site; of those that began at one step the one comes first whose module was called first. Without any live
-        place the finding is over; one of a rule that asks for no share (a single hit is enough) never is.
+        steps: looks become rarer, and most may lie in a first part of a run. A live one is preferred as the site; of
+        those that began at one step the one comes first whose module was called first. Without any live place the
+        finding is over; one of a rule that asks for no share (a single hit is enough) never is.
         """
         one = next(one for one in self._rules if one.name == name)
         looks = self._looks[one.phase]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Any
 
 from gaff.compat.autograd import kept_by
@@ -55,13 +56,13 @@ def terms_of(node: Any) -> list[list[Any]]:
     Empty of what is no sum.
     """
     found: list[list[Any]] = []
-    waiting = [node]
+    waiting = deque([node])  # the outer ones first: a loop that adds up thousands makes as many sums, each in the next
     while waiting and len(found) < _MOST_TERMS:
-        node = waiting.pop(0)
+        node = waiting.popleft()
         while (factor := factor_of(node)) is not None and factor > 0:
             node = node.next_functions[0][0]
         inner = _summed_by(node)
-        waiting = [*inner, *waiting]
+        waiting += inner
         if not inner:
             found.append(chain_of(node))
     return found if len(found) > 1 else []

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gaff.compat.distributed import replica_ranks, world_size
+from gaff.compat.distributed import place, replica_ranks
 from gaff.record.finding import Finding
 from gaff.record.sample import Key, Sample
 from gaff.training.rules.judge import Judge
@@ -97,7 +97,7 @@ class Reporter:
         root = model.root()
         told = {"name": model.name, "class": model.kind, "compiled": model.is_compiled,
                 "parameters": len(model.parameters),
-                "replicated": replica_ranks(root), "world": world_size(),
+                "replicated": replica_ranks(root), "world": place()[1],
                 **(step_facts.spread_over(root) if root is not None else {}),
                 **(step_facts.inventory(root) if root is not None else {})}  # fmt: skip
 
@@ -323,7 +323,7 @@ def _guess(told: Mapping[str, Any]) -> tuple[str, float]:
     if "classes" in told:
         entropy = next((one["entropy"] for one in targets if "entropy" in one), math.inf)
         among = told["classes"].get("times", 1.0) * math.log(told["classes"]["count"])
-        # of pairs the right one may be the first, whatever is given
+        # of pairs the right one may always be the first, so that their labels tell nothing
         return told["classes"]["loss"], among if "scores" in told else min(entropy, among)
     spreads = [one["spread"] for one in targets if "spread" in one]
     return (told["mean_of"], spreads[0]) if "mean_of" in told and len(spreads) == 1 else ("", 0.0)

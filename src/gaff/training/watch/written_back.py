@@ -35,8 +35,9 @@ class WrittenBack:
             return
         with torch.no_grad():
             held = {self._models.name_of(one): one for _, one in parameters_of(optimizer)}
+            first = last[0][1].device  # numbers of one device alone are put together
             known = [(now, before, change) for key, before, change in last
-                     if (now := _few_of(held.get(key), before)) is not None]  # fmt: skip
+                     if before.device == first and (now := _few_of(held.get(key), before)) is not None]  # fmt: skip
             if known:
                 value, before, change = (torch.cat(several).double() for several in zip(*known, strict=True))
                 share = torch.dot(value - before, change) / torch.dot(change, change)
