@@ -41,6 +41,7 @@ def test_a_fit_that_is_perfect_is_not_called_one_that_does_not_move(tmp_path):
     assert record.verdict.state == "healthy", str(record.verdict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_replayed", [True, False])
 def test_an_agent_whose_targets_come_from_older_weights_is_no_run_whose_data_changes(tmp_path, is_replayed):
     """Loss jumps whenever the target network takes the newer weights; the same jumps without an agent are told."""
@@ -242,6 +243,7 @@ def test_two_models_of_one_optimizer_train_in_eval_mode(tmp_path):
     assert set(record.scalar("samples").values) == {16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["mean", "sum", "weighted"])
 @pytest.mark.parametrize("are_pairs", [True, False])
 def test_a_loss_of_pairs_both_ways_is_held_against_guessing(tmp_path, way, are_pairs):
@@ -346,6 +348,7 @@ def test_autocast_around_the_whole_loop_is_no_running_total(tmp_path):
     assert "loss_holds_the_last" not in {one.rule for one in record.findings}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_set_back", [True, False])
 def test_many_short_trainings_from_weights_set_back_do_not_diverge(tmp_path, is_set_back):
     """Reptile: each task has a loss and an optimizer of its own, and begins from weights between old and new ones.
@@ -401,6 +404,7 @@ def test_what_adam_keeps_is_compared_with_the_gradient_of_the_same_elements(tmp_
     assert record.series("low.weight:param", "momentum").values[0] == pytest.approx(240000.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clears", [True, False])
 def test_a_closure_that_adds_gradients_up(tmp_path, clears):
     """The loss of LBFGS explodes without ``zero_grad`` in the closure, at whatever rate: that is no rate too high."""
@@ -452,6 +456,7 @@ def _gan(tmp_path, *, in_one_batch):
     return gaff.load(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_one_batch", [True, False])
 def test_a_gan_at_rest_has_no_wrong_labels_and_no_saturated_output(tmp_path, in_one_batch):
     record = _gan(tmp_path, in_one_batch=in_one_batch)
@@ -572,6 +577,7 @@ def test_losses_of_one_loop_are_not_taken_for_one(tmp_path, other):
     assert not found & {"initial_loss", "bounded_output"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(8, 1), (1, 8)])
 def test_a_loss_that_is_divided_by_another_number_later_is_compared_with_nothing(tmp_path, first, then):
     torch.manual_seed(1)
@@ -751,6 +757,7 @@ def test_a_layer_beside_the_path_of_the_input_may_return_the_same_for_all(tmp_pa
     assert record.verdict.state == "healthy"
 
 
+@pytest.mark.slow
 def test_an_average_that_is_copied_back_is_told_though_the_loss_falls(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))

@@ -824,6 +824,7 @@ def outcome(*words, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["trace"], ["take", "lin"], ["sites"], ["anatomy"], ["nan"]], ids=lambda one: one[0])
 def test_data_stands_alone_whatever_a_model_prints(words, loud, tmp_path):
     given = ["--input", "randn:2x3"] if words[0] in ("take", "sites") else ["randn:2x3"]
@@ -857,6 +858,7 @@ def test_apply_tells_what_differs_of_any_output(name, factor, changed, delta, lo
     assert delta or float(told["delta"]) == 0
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_are_objects_in_data(loud, tmp_path):
     found = outcome("anatomy", loud + "endless", "randn:2x3", "--json")
     json.loads(found.stdout, parse_constant=lambda word: pytest.fail(word))
@@ -912,6 +914,7 @@ def test_a_page_has_the_ending_of_one(command, tmp_path, capsys):
     assert (code, "expected a name that ends in .html" in err) == (1, True)
 
 
+@pytest.mark.slow
 def test_what_was_found_is_the_exit_code_though_the_reader_has_gone(tmp_path, loud):
     for name in ("model", "nothing"):
         outcome("trace", loud + name, "randn:2x3", "--out", str(tmp_path / f"{name}.json"))
@@ -944,6 +947,7 @@ for _ in range(3):
 BAD = "(layer(torch.ones(4, 2)) * 0).log().sum()"
 
 
+@pytest.mark.slow
 def test_a_script_that_changes_its_folder_is_run_again_all_the_same(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "train.py").write_text(STEPS.format(before="os.chdir('data')", loss=BAD, after=""))
@@ -951,6 +955,7 @@ def test_a_script_that_changes_its_folder_is_run_again_all_the_same(tmp_path):
     assert (found.returncode, "log of 0" in found.stdout) == (3, True)
 
 
+@pytest.mark.slow
 def test_a_script_that_cannot_run_twice_keeps_what_was_found(tmp_path):
     before = "import multiprocessing\nmultiprocessing.set_start_method('spawn')"
     (tmp_path / "train.py").write_text(STEPS.format(before=before, loss=BAD, after=""))
@@ -958,6 +963,7 @@ def test_a_script_that_cannot_run_twice_keeps_what_was_found(tmp_path):
     assert (found.returncode, "could not be run once more: RuntimeError: context has" in found.stdout) == (3, True)
 
 
+@pytest.mark.slow
 def test_a_module_of_a_package_is_run_as_python_runs_it(tmp_path):
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").write_text("")
@@ -970,6 +976,7 @@ def test_a_module_of_a_package_is_run_as_python_runs_it(tmp_path):
     assert (found.returncode, "['--epochs', '3']" in found.stdout) == (3, True)
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_with_the_code_of_a_find_says_that_nothing_was_found(tmp_path):
     (tmp_path / "train.py").write_text(
         STEPS.format(before="", loss="layer(torch.ones(4, 2)).sum()", after="sys.exit(3)")

@@ -326,6 +326,7 @@ def test_what_is_not_finite_is_never_rounding(one, other):
     assert not gaff.diff(returned(*one), returned(*one))
 
 
+@pytest.mark.slow
 def test_two_elements_that_are_exchanged_are_a_difference():
     x = torch.arange(4096).float()
     for at in range(0, 4064, 32):
@@ -397,6 +398,7 @@ def test_another_batch_is_named_before_all_it_causes(tmp_path):
     assert (found.first.phase, found.first.step) == ("batch", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_same_batches_in_another_type_are_told_by_their_numbers(tmp_path, dtype):
     a = train(tmp_path / "a")
@@ -416,7 +418,7 @@ def test_a_weight_that_changes_on_the_way_is_found_in_its_step(tmp_path):
 
     found = gaff.diff(train(tmp_path / "a"), train(tmp_path / "b", spoil=spoil))
     assert found.first.step == 12
-    assert found.first.site == "blocks.1.one"
+    assert found.first.site == "blocks.1.one.weight:param"
 
 
 def test_pairs_prefer_names_then_the_longest_rows_of_equals():
@@ -754,6 +756,7 @@ def test_a_batch_of_another_size_is_another_one():
     assert not turned  # as many elements in another shape inside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["double", "channels_last", "bfloat16"])
 def test_gradients_that_cancel_are_the_rounding_of_those_before_them(change):
     """That of a bias before batch norm is zero in theory; so are all that pass a layer norm from the mean of its output."""
@@ -812,6 +815,7 @@ def test_a_tolerance_that_is_given_is_meant_of_small_gradients_too():
     assert found.first.delta == pytest.approx(0.1 / 1.1, rel=0.2)
 
 
+@pytest.mark.slow
 def test_rounding_adds_up_from_the_first_bits_that_differ_on():
     """However deep the model is: what came before, and is the same, has no part in it."""
     torch.manual_seed(0)
@@ -1008,6 +1012,7 @@ INSERTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_held", [False, True])
 @pytest.mark.parametrize("kind", INSERTED)
 @pytest.mark.parametrize("make", [of_blocks, of_layers])
@@ -1045,3 +1050,118 @@ def test_a_block_that_is_left_out_or_comes_twice_is_told_whole(change):
     number, alone, rest = (2, told.only_a, told.only_b) if change == "dropped" else (3, told.only_b, told.only_a)
     assert alone == (str(number), f"{number}.norm", f"{number}.wide", f"{number}.narrow")
     assert rest == ()
+
+
+class Detector(nn.Module):
+    """As many boxes as there are scores above a threshold; ``ends``: what it returns of them."""
+
+    def __init__(self, threshold, ends=lambda boxes, scores: {"boxes": boxes, "scores": scores}):
+        super().__init__()
+        self.body, self.threshold, self.ends = nn.Linear(16, 5), threshold, ends
+
+    def forward(self, x):
+        found = self.body(x)
+        kept = found[:, 4] > self.threshold
+        return self.ends(found[kept, :4], found[kept, 4])
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [(Detector(100.0), "0x4, 0"), (Detector(0.2, lambda *_: None), "None"), (Detector(0.2, lambda _, s: 3.0), "float")],
+    ids=["none found", "nothing returned", "a number returned"],
+)
+def test_outputs_of_which_one_has_no_element_are_not_the_same(other, told):
+    torch.manual_seed(0)
+    model = Detector(0.2)
+    other.load_state_dict(model.state_dict())
+    traces = gaff.trace(model, X), gaff.trace(other, X)
+    for one, another in (traces, traces[::-1]):
+        found = gaff.diff(one, another)
+        assert found.first.site == ":output"
+        assert found.first.number == "shape"
+        assert told in (found.first.a, found.first.b)
+        assert "which no rounding explains" in found.verdict
+
+
+def test_what_could_not_be_compared_is_named():
+    torch.manual_seed(0)
+    model = Detector(0.2, lambda _, scores: scores.sum().item())
+    other = copy.deepcopy(model)
+    other.ends = lambda _, scores: 2 * scores.sum().item()
+    found = gaff.diff(gaff.trace(model, X), gaff.trace(other, X))
+    assert any(
+        "1 call returned nothing that can be compared" in note and ":output (float)" in note for note in found.notes
+    )
+
+
+def test_compiled_code_that_was_traced_eagerly_is_told():
+    torch.manual_seed(0)
+    model = Net(1)
+    compiled = torch.compile(model, backend="eager")
+    found = gaff.diff(gaff.trace(model, X), gaff.trace(compiled, X))
+    assert not found
+    assert any(note.startswith("of B: compiled code ran eagerly") for note in found.notes), found.notes
+    both = gaff.diff(gaff.trace(compiled, X), gaff.trace(compiled, X))
+    assert any(note.startswith("of both: compiled code ran eagerly") for note in both.notes), both.notes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_another_memory_format_is_rounding_behind_batch_norm_too(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
+    )  # fmt: skip
+    other = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    images = torch.randn(8, 3, 16, 16)
+    given = images, images.to(memory_format=torch.channels_last)
+    found = gaff.diff(traced(copy.deepcopy(model), given[0]), traced(copy.deepcopy(other), given[1]))
+    assert not found, found.verdict
+    with torch.no_grad():
+        other[4].weight.mul_(1.001)
+    assert gaff.diff(traced(model, given[0]), traced(other, given[1])).first.site == "4"
+
+
+def trained_with(out, *, seed=0, frozen=False, rate=1e-3, name="loss"):
+    """A run of ten steps whose second group of parameters has its own learning rate."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    model[2].weight.requires_grad_(not frozen)
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": rate}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    data = torch.Generator().manual_seed(1)
+    with gaff.watch(model, optimizer, out=out, every=1):
+        for _ in range(10):
+            x = torch.randn(16, 8, generator=data)
+            optimizer.zero_grad()
+            loss = (model(x) - x[:, :1]).square().mean()
+            if name == "total":
+                total = 2 * loss.detach() + loss
+                total.backward()
+            else:
+                loss.backward()
+            optimizer.step()
+    return gaff.load(out)
+
+
+def test_what_came_before_the_forward_is_where_runs_part(tmp_path):
+    base = trained_with(tmp_path / "base")
+    other = gaff.diff(base, trained_with(tmp_path / "seed", seed=1))
+    assert (other.first.site, other.first.phase, other.first.step) == ("0.weight:param", "weights", 0)
+    frozen = gaff.diff(base, trained_with(tmp_path / "frozen", frozen=True))
+    assert (frozen.first.site, frozen.first.number, frozen.first.step) == ("2.weight:grad", "presence", 0)
+    assert "there against absent" in frozen.verdict
+    turned = gaff.diff(gaff.load(tmp_path / "frozen"), base)
+    assert (turned.first.site, turned.first.a, turned.first.b) == ("2.weight:grad", "absent", "there")
+
+
+def test_what_a_group_has_from_the_first_is_told_as_its_own(tmp_path):
+    found = gaff.diff(trained_with(tmp_path / "a"), trained_with(tmp_path / "b", rate=1.02e-3))
+    assert any("optimizer, group 1, lr is 0.001 in A and 0.00102 in B" in note for note in found.notes), found.notes
+
+
+def test_a_loss_of_another_name_is_compared_with_it(tmp_path):
+    found = gaff.diff(trained_with(tmp_path / "a"), trained_with(tmp_path / "b", name="total"))
+    assert (found.first.site, found.first.other, found.first.step) == ("loss:loss", "loss:total", 0)
+    assert found.first.how == "order"

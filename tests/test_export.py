@@ -382,6 +382,7 @@ def test_a_link_stays_and_a_pipe_is_no_file_of_a_table(tmp_path):
     assert pipe.is_fifo()
 
 
+@pytest.mark.slow
 def test_steps_that_only_the_ring_of_a_killed_run_has_are_rows_too(tmp_path):
     code = (
         "import os, signal, sys, torch, gaff\n"

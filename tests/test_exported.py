@@ -400,6 +400,7 @@ def test_a_module_that_converts_nothing_can_be_edited():
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_buffers_that_a_module_updates_do_not_leave_it():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
     x = torch.randn(5, 3, 6, 6)
@@ -434,6 +435,7 @@ class Of(nn.Module):
         return self.how(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_decomposed", [False, True])
 @pytest.mark.parametrize(
     "how",
@@ -642,6 +644,7 @@ def test_fx_graphs_whose_blocks_are_inlined_have_them_again():
         assert torch.equal(found[0][site], found[1][site]), site
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", ["no_grad", "autocast"])
 @pytest.mark.parametrize("is_decomposed", [False, True])
 def test_calls_in_a_block_that_was_decomposed_away_are_not_left_out_in_silence(around, is_decomposed):

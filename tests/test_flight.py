@@ -296,6 +296,7 @@ for step in range(100):
 """
 
 
+@pytest.mark.slow
 def test_what_kills_the_process_leaves_its_very_last_step(tmp_path):
     ran = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path / "run")], capture_output=True, text=True, check=False

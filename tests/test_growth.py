@@ -90,6 +90,7 @@ def calls_of(action):
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ACTIONS)
 def test_work_grows_with_the_model_and_no_faster(name, tmp_path):
     prepare, ask = ACTIONS[name]
@@ -102,6 +103,7 @@ def test_work_grows_with_the_model_and_no_faster(name, tmp_path):
     assert counts[1] < 2.2 * counts[0], counts
 
 
+@pytest.mark.slow
 def test_as_many_parameters_are_edited_as_a_model_has():
     """A run is no deeper for it: each edit once stood around the model's forward."""
     model = model_of(400)

@@ -754,6 +754,7 @@ def test_a_state_does_not_go_to_workers(tmp_path):
         list(DataLoader(rows, batch_size=None, num_workers=1))
 
 
+@pytest.mark.slow
 def test_batches_without_any_row_and_int8(tmp_path):
     batch = {"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.zeros(2, 3).long()}
     full = {**batch, "attention_mask": torch.ones(2, 3).long()}

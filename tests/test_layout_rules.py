@@ -46,6 +46,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("is_first", [False, True])
 def test_a_layer_that_runs_along_the_batch(layer, is_first, tmp_path):
@@ -82,6 +83,7 @@ def test_positions_first_is_meant(tmp_path):
     assert told.name != "batch_as_time"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("is_first", [False, True])
 def test_a_language_model_that_runs_along_the_batch(layout, is_first, tmp_path):
@@ -219,6 +221,7 @@ def padded_tokens(*, at_end=True, longest=9):
     return tokens.masked_fill(places >= lengths[:, None], PADDED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_end", [True, False])
 @pytest.mark.parametrize("mask", ["right", "inverted", "none"])
 def test_masks_of_padding(mask, at_end, tmp_path):
@@ -250,6 +253,7 @@ def test_tokens_without_padding_need_no_mask(tmp_path):
     assert watched(Encoder("none"), step, tmp_path).name != "padding_attended"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all", "ignored", "by hand", "short"])
 def test_targets_at_padding(kind, tmp_path):
     torch.manual_seed(0)
@@ -274,6 +278,7 @@ def test_targets_at_padding(kind, tmp_path):
         assert "of the targets stand at padding, and are 0: they count in the loss" in told.cause
 
 
+@pytest.mark.slow
 def test_padding_in_the_loss_of_a_language_model(tmp_path):
     """A tiny model of transformers, with labels that are the tokens as they are, and as they should be."""
     transformers = pytest.importorskip("transformers")

@@ -193,6 +193,7 @@ def read(model, shift, **layout):
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_attention_that_sees_the_next_token_is_told(tmp_path, name):
     mask, is_told = MASKS[name]
@@ -275,6 +276,7 @@ class BothWays(nn.Module):
         return self.head(self.cell(self.embed(tokens))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "is_told"),
     [
@@ -292,6 +294,7 @@ def test_what_depends_on_later_tokens_is_told_by_sequences_that_begin_alike(tmp_
     assert (record.verdict.name == "sees_the_future") == is_told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ignored", [0, 5])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_sum_that_is_divided_by_its_targets_is_known_for_the_mean_that_it_is(tmp_path, ignored, parts):
@@ -372,6 +375,7 @@ class Translating(nn.Module):
         return self.head(self.body(self.embed(source), self.embed(target), tgt_mask=mask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("length", [7, 10])
 def test_a_decoder_without_a_mask_is_told(tmp_path, is_causal, length):
@@ -539,6 +543,7 @@ class MadeAnew(nn.Module):
         return self.last(hidden.tanh())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", "norm", "without grad", "kept"])
 def test_a_layer_that_is_made_in_each_forward_is_told(tmp_path, kind):
     found, record = told(tmp_path, steps_with(plain_loss, model=lambda: MadeAnew(kind)))
@@ -548,6 +553,7 @@ def test_a_layer_that_is_made_in_each_forward_is_told(tmp_path, kind):
         assert "a Linear is made anew in each forward of" in record.verdict.cause
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prefix", "norms", "twice", "whole", "head anew", "later by a part"])
 def test_a_file_that_matches_no_name_is_told(tmp_path, kind):
     def model():
@@ -690,6 +696,7 @@ def healthy_programs():  # noqa: C901  # a list of them
     return {name: one for name, one in locals().items() if callable(one)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", healthy_programs())
 def test_unusual_programs_that_train_are_healthy(tmp_path, name):
     found, record = told(tmp_path, healthy_programs()[name])
@@ -704,6 +711,7 @@ def test_an_optimizer_that_raises_the_loss_is_told(tmp_path):
     assert "maximize=True" in record.verdict.cause
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_named", [True, False])
 def test_a_scaled_loss_is_judged_without_its_factor(tmp_path, is_named):
     """Also where it is scaled in one line, and nobody holds the loss itself."""
@@ -824,6 +832,7 @@ def test_an_op_of_the_loss_that_makes_a_nan_is_named(tmp_path, what, told_as):
     assert record.verdict.state == "wrong"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lr", "offset"), [(1e-2, 5e4), (1e-4, 5e4), (1e-2, 0.0)])
 def test_targets_in_their_own_units_are_told_where_they_do_harm(tmp_path, lr, offset):
     def train():
@@ -911,6 +920,7 @@ def test_a_closure_that_clears_at_its_end_leaves_no_parameter_without_a_gradient
     assert not told(tmp_path, train)[0]
 
 
+@pytest.mark.slow
 def test_copies_that_are_trained_one_after_the_other_are_judged_together(tmp_path):
     """As Reptile trains: each task on a copy of its own, for three steps, and the model is moved towards it."""
 
@@ -937,6 +947,7 @@ def test_copies_that_are_trained_one_after_the_other_are_judged_together(tmp_pat
     assert "for the first of 50 trainings, one after the other, and from about" in str(verdict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["sum over count", "stacked", "dot over weights", "added"])
 def test_a_mean_of_more_and_more_losses_has_no_factor(tmp_path, how):
     def train():
@@ -1000,6 +1011,7 @@ def test_a_softmax_of_one_that_is_a_weight_is_no_fault(tmp_path):
     assert "one_class" not in told(tmp_path, train)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["scaled output", "fresh bias", "sentinel", "one bad batch"])
 def test_large_targets_that_a_model_is_made_for_are_not_blamed(tmp_path, how):
     """The loss rises for another reason, a learning rate that is raised to 3 in the middle of the run."""
@@ -1103,6 +1115,7 @@ def test_gradients_of_batches_of_other_lengths_are_lost_as_well(tmp_path):
     assert "gradients_lost" in told(tmp_path, train)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_the_real_half_of_a_discriminator_that_is_cleared_before_its_step_is_told(tmp_path, is_lost):
     """What the generator's own pass leaves at the discriminator is cleared by all, and no loss."""
@@ -1130,6 +1143,7 @@ def test_the_real_half_of_a_discriminator_that_is_cleared_before_its_step_is_tol
         assert "are cleared before a step of Adam has used them" in found["gradients_lost"].message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("way", ["average", "restored", "clamped", "left"])
 def test_weights_that_are_written_back_after_each_step_are_told(tmp_path, way, every):
@@ -1157,6 +1171,7 @@ def test_weights_that_are_written_back_after_each_step_are_told(tmp_path, way, e
         assert "of what a step of Adam has changed is there at the next" in record.verdict.cause
 
 
+@pytest.mark.slow
 def test_inner_loops_that_begin_anew_are_not_told_where_the_outer_one_learns(tmp_path):
     """The weights go back after each inner step, and a part of the way is kept, as in Reptile of one step."""
 
@@ -1175,6 +1190,7 @@ def test_inner_loops_that_begin_anew_are_not_told_where_the_outer_one_learns(tmp
     assert "written_back" not in told(tmp_path, train)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["first", "before backward", "last"])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_of_several_optimizers_the_one_that_never_steps_is_told_wherever_gradients_are_cleared(
@@ -1252,6 +1268,7 @@ def test_an_embedding_that_the_step_never_changes_is_told(tmp_path):
     assert "never_updated" in told(tmp_path, train)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("deviation", "size", "name"), [
     (1.0, 1.0, "begins_too_large"), (None, 1e-5, "worse_than_guessing"), (None, 1.0, ""),
 ])  # fmt: skip
@@ -1269,6 +1286,7 @@ def test_a_regression_that_stays_above_guessing_is_told_by_its_weights_or_its_ta
     assert told(tmp_path, train)[1].verdict.name == name
 
 
+@pytest.mark.slow
 def test_targets_far_above_ten_thousand_are_told_whenever_gradients_explode(tmp_path):
     def train():
         model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -1283,6 +1301,7 @@ def test_targets_far_above_ten_thousand_are_told_whenever_gradients_explode(tmp_
     assert record.verdict.name == "targets_far_from_zero"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.3, 0.05])
 def test_a_recurrence_that_explodes_from_the_first_step_is_told_by_its_weights(tmp_path, spread):
     class Sums(nn.Module):
@@ -1319,6 +1338,7 @@ NOTHING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOTHING)
 def test_a_loss_that_hands_back_nothing_is_told(tmp_path, name):
     loss_of, is_told = NOTHING[name]
@@ -1441,6 +1461,7 @@ def test_heads_that_take_turns_in_the_rhythm_of_the_looks(tmp_path, every):
         assert {step % 2 for step in record.looks[-12:]} == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.6, 0.1])
 def test_a_recurrence_that_grows_before_the_scores_of_classes(tmp_path, scale):
     class Recurrent(nn.Module):

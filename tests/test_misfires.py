@@ -74,6 +74,7 @@ def evaluated(model, tmp_path):
     return gaff.load(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "is_told"),
     [
@@ -94,6 +95,7 @@ def test_active_dropout_in_eval_mode_is_told_and_sampling_is_not(model, is_told,
     assert F.dropout is dropout
 
 
+@pytest.mark.slow
 def test_an_agents_loss_that_rises_with_its_returns_is_no_divergence(tmp_path):
     torch.manual_seed(0)
     model = nn.Linear(4, 2)

@@ -226,6 +226,7 @@ def test_a_display_that_raises_costs_no_look(tmp_path):
     assert watch.failure is None
 
 
+@pytest.mark.slow
 def test_a_long_curve_keeps_its_time_even():
     live = LiveCell()
     for at in range(9001):

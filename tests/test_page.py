@@ -720,6 +720,7 @@ def test_numbers_that_are_not_finite_are_told_and_what_there_is_none_of_is_missi
     assert document([record]).head["runs"][0]["about"]["ends"] == {"loss:loss": "nan"}
 
 
+@pytest.mark.slow
 def test_the_page_is_as_sure_as_the_verdict(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))

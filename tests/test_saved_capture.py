@@ -457,6 +457,7 @@ def test_other_files_of_tensors_and_torn_ones_are_told_for_what_they_are(kept, t
         gaff.load(tmp_path / "z.safetensors")
 
 
+@pytest.mark.slow
 def test_what_the_command_line_takes_is_a_capture(tmp_path):
     out = tmp_path / "f.safetensors"
     (tmp_path / "net.py").write_text("import torch\nlstm = torch.nn.LSTM(3, 4)\nx = torch.ones(2, 1, 3)\n")

@@ -34,6 +34,7 @@ def found_in(tmp_path):
     return {one.rule for one in gaff.load(tmp_path / "run").findings}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_by", ["epoch", "nobody"])
 @pytest.mark.parametrize(
     "make",
@@ -56,11 +57,13 @@ def test_a_schedule_that_nobody_steps(make, steps_by, tmp_path):
         assert "has made no step in" in told.cause
 
 
+@pytest.mark.slow
 def test_a_schedule_that_begins_later(tmp_path):
     told = trained(tmp_path, lambda optimizer: lr_scheduler.StepLR(optimizer, 30), begins=4, epochs=9)
     assert told.name != "schedule_not_stepped"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_by", ["epoch", "batch"])
 def test_a_schedule_of_epochs_that_is_stepped_by_batches(steps_by, tmp_path):
     told = trained(tmp_path, lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 8), steps_by=steps_by)

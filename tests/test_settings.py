@@ -192,6 +192,7 @@ class WithLoss(nn.Module):
         return self.loss(self.fc(x).square().mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
     "edit",
@@ -281,6 +282,7 @@ def _penalty(model, call, x):
     return model[0].weight.grad.clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edit",
     [gaff.edits.scale(1.0), gaff.edits.scale(2.0), gaff.edits.clamp(-0.1, 0.1), gaff.edits.project(torch.ones(8))],

@@ -81,6 +81,7 @@ BY_HAND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_HAND)
 def test_every_output_against_every_target_in_losses_by_hand(name, tmp_path):
     loss_of = BY_HAND[name]
@@ -98,6 +99,7 @@ def test_one_target_for_all_is_no_fault(tmp_path):
     assert regression(loss_of, tmp_path).name not in ("broadcast", "labels_constant")
 
 
+@pytest.mark.slow
 def test_labels_that_are_all_the_same(tmp_path):
     told = regression(lambda model, x, y: F.mse_loss(model(x), torch.full_like(y, 0.7)), tmp_path)
     assert (told.state, told.name) == ("suspicious", "labels_constant")
@@ -165,6 +167,7 @@ def test_a_frozen_body_in_eval_mode_below_a_head_that_is_trained_is_meant(tmp_pa
     assert set(record.scalar("samples").values) == {16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [True, False])
 def test_every_evaluation_is_heard_whatever_mode_the_model_is_trained_in(tmp_path, train):
     model = classifier()
@@ -184,6 +187,7 @@ WRITTEN_OUT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("kind", WRITTEN_OUT)
 def test_a_likelihood_that_is_written_out_normalises_over_the_classes(tmp_path, kind, dim):
@@ -226,6 +230,7 @@ LIKELIHOODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LIKELIHOODS)
 def test_a_likelihood_without_its_minus(tmp_path, kind):
     torch.manual_seed(0)
@@ -278,6 +283,7 @@ def test_what_is_frozen(tmp_path, kept, name):
     assert told.name == name
 
 
+@pytest.mark.slow
 def test_weights_that_begin_all_alike(tmp_path):
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
     for parameter in model.parameters():
@@ -301,6 +307,7 @@ def test_weights_that_begin_all_alike(tmp_path):
     assert told.name != "symmetric_units"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "decay", "name"),
     [
@@ -579,6 +586,7 @@ def test_targets_of_other_kinds_are_left_out(tmp_path):
     assert mapped.state == "healthy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scaled", "by"),
     [
@@ -620,6 +628,7 @@ def test_a_loss_that_is_multiplied_by_a_negative_number_has_a_wrong_sign(tmp_pat
     assert watched(model, optimizer, step, tmp_path).name == "loss_sign"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["learned", "random"])
 def test_what_guessing_gives_among_many_classes_is_of_the_labels_of_all_looks(kind, tmp_path):
     """A batch holds a few of 500 classes: its own entropy is far below that of all labels."""
@@ -707,6 +716,7 @@ class Factors(nn.Module):
         return (self.user(users) * self.item(items)).sum(1) + (self.user_mean(users) + self.item_mean(items))[:, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["", "symmetric_units", "weight_decay_too_high"])
 def test_a_model_of_embeddings_alone_is_judged_by_these(tmp_path, fault):
     torch.manual_seed(0)
@@ -780,6 +790,7 @@ def test_constant_labels_are_no_scale_for_the_first_loss(tmp_path):
     assert watched(model, optimizer, step, tmp_path, 100).name == "labels_constant"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(5, 6), (6,)], ids=["images", "sequences"])
 @pytest.mark.parametrize("kind", [0, 1, 2, -1, "classes last"])
 def test_the_softmax_of_a_loss_over_images_runs_over_the_classes(tmp_path, sizes, kind):

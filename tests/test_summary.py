@@ -82,6 +82,7 @@ def test_the_steady_share_is_that_after_the_first_five_seconds():
     assert pace.steady == pytest.approx(0.01)
 
 
+@pytest.mark.slow
 def test_a_dead_net_is_no_matter_of_weight_decay(tmp_path):
     """Weights without a gradient get nothing but decay, however small: that says nothing of the decay."""
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ import pty
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import nn
 
@@ -100,6 +101,7 @@ def in_terminal(columns, *words, **more):
     return told.decode()
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_colours_and_lines_that_fit():
     words = ("trace", "examples/digits.py:model", "examples/digits.py:image")
     colored = in_terminal(70, *words, NO_COLOR="")

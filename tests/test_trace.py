@@ -497,6 +497,7 @@ def test_a_trace_of_the_format_before_is_read():
         Trace.from_json(json.dumps(data | {"gaff_trace": 4}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"ops": True}, {"pictures": True}])
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_trace_with_gradients_lets_the_model_go(options, fails):

@@ -180,6 +180,7 @@ for step in range(25):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "state"), [("raise SystemExit(3)", "failed"), ("", "healthy")])
 def test_gaff_watch_and_gaff_report_agree(tmp_path, end, state):
     (tmp_path / "train.py").write_text(SCRIPT.format(end=end))

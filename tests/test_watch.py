@@ -638,6 +638,7 @@ class TimeIsUp(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10**9])
 def test_what_a_signal_handler_of_the_program_raises_reaches_the_program(every, tmp_path):
     def stop(*_):

@@ -37,6 +37,7 @@ def test_a_program_prints_the_same_when_it_is_watched(name, tmp_path):
     assert watching.failure is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 1000])
 def test_a_watched_program_gets_as_deep_as_a_bare_one(every):
     bare, limit = programs.depths()

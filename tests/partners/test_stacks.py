@@ -26,6 +26,7 @@ def generated(model, **options):
     return model.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), max_new_tokens=5, do_sample=False, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_generate_with_a_static_cache(is_compiled):
     torch._dynamo.reset()

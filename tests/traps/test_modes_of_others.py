@@ -72,6 +72,7 @@ def test_a_mode_of_the_program_sees_what_the_program_does(options):
     assert counted.get_total_flops() == flops.get_total_flops()
 
 
+@pytest.mark.slow
 def test_what_a_process_tries_first_is_tried_outside_of_modes():
     program = """
 import torch, gaff, functools

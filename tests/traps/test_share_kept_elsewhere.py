@@ -99,6 +99,7 @@ def test_what_was_made_for_nothing_costs_no_share(is_residual):
         torch.testing.assert_close(got.run(run)[name], expected)
 
 
+@pytest.mark.slow
 def test_hooks_for_it_leave_a_leaf_and_hold_no_graph():
     model, x = Keeps(is_dropped=True), torch.randn(2, 4, requires_grad=True)
     with gaff.capture(model, ":grad_input", last=2):

@@ -25,8 +25,9 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None, pairs: Mapping[str, 
 
     Args:
         a, b: two runs that were watched (folders, or ``gaff.load`` of them), or two traces (files that ``Trace.save``
-            wrote, or ``gaff.trace`` of a port and its original, of a compiled model and an eager one, of bfloat16 and
-            float32). Traces are compared by digests and sketches of what passed, not only by their moments.
+            wrote, or ``gaff.trace`` of a port and its original, of bfloat16 and float32). Traces are compared by
+            digests and sketches of what passed, not only by their moments. A trace runs compiled code eagerly, and a
+            note says so: what a compiler makes is seen by ``gaff.capture``.
         tolerance: the relative difference that is allowed. None: what rounding explains, of traces; of runs their own
             noise from look to look.
 

@@ -33,7 +33,8 @@ _ROWS = 30  # of the text
 class DiffRow:
     """One site of both. ``site`` is its address in A, ``other`` in B.
 
-    ``phase``: input, forward, backward, parameter, batch, loss or evaluation; ``step``: of a run, None of a trace.
+    ``phase``: input, weights, forward, backward, parameter, batch, loss or evaluation, where weights are those that the
+    forward was run with and parameter is what comes of it; ``step``: of a run, None of a trace.
     ``state``: ``same`` numbers to the last bit, ``close``: within ``tolerance``, ``parted``. ``delta``: the difference
     relative to the larger of both; of runs, of the logarithms of their rms. ``number``: what differs most, ``a`` and
     ``b`` its values; ``how``: what the sites were matched by.

@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gaff.inspection.diff.difference import ROUNDOFF, DiffRow
+from gaff.inspection.diff.difference import ROUNDOFF, DiffRow, elements_of
 from gaff.record.trace_rows import CallRow, ParameterRow
 
 LITTLE = 2.0**-60  # a difference too small to be told
 _OFTEN = 8.0  # roundings that an op may add up to: chosen, as in backward error bounds that hold in the mean
+_SUMMED = 32.0  # the same of types whose sums are kept in themselves, not in a finer one: another order, another sum
 _HALF = 2.0**-13  # between the unit roundoff of float16 and that of float32
 _KINKED = ("relu", "maxpool", "max_pool", "hard", "clamp", "clip", "abs", "threshold")
 _WHOLE = ("int", "uint", "bool")  # beginnings of the names of types
@@ -49,7 +50,8 @@ def allowance(tolerance: float | None, drift: Drift, *rows: CallRow | ParameterR
 
     Where all bits are the same so far there is one call's rounding to explain, however deep the model is. The unit
     roundoff is that of the coarsest type of the rows and of those before that differ; eight roundings a call are
-    chosen. Whole numbers and truth values do not round.
+    chosen, and four times as many of float32 and float64, in which sums of thousands are kept (of half precision they
+    are kept in float32, and the result is rounded once). Whole numbers and truth values do not round.
 
     Of half precision a gradient that came through kinks may be farther off: of numbers that rounding moves by a share e
     about as many lie that near to 0, where it opens or shuts a ReLU, and each of these is wrong as a whole. That is
@@ -61,7 +63,23 @@ def allowance(tolerance: float | None, drift: Drift, *rows: CallRow | ParameterR
         return 0.0 if len({row.dtype for row in rows}) == 1 else LITTLE
     roundoff = max(drift.roundoff, _coarsest(rows))
     flips = 2.0 * math.sqrt(roundoff * drift.steps) if drift.has_kinks and roundoff > _HALF else 0.0
-    return max(_OFTEN * roundoff * drift.steps, flips)
+    return max((_OFTEN if roundoff > _HALF else _SUMMED) * roundoff * drift.steps, flips)
+
+
+def sums_over(drift: Drift, shape: str, gradient: str) -> float:
+    """How many times the norm of the gradient that came a parameter's gradient can be, of inputs of size 1.
+
+    Shapes as texts, of the parameter and of what came. At each of the places that a module is applied at, n of them, m
+    elements of a row of its weight are multiplied by inputs, and the products summed up over all places. An error that
+    places share, as batch norm makes, adds up to sqrt(n m) of its norm at most (Cauchy and Schwarz); twice that is
+    chosen, for inputs are larger than 1, too. 1 of half precision, whose own rounding is larger.
+    """
+    if drift.roundoff > _HALF:
+        return 1.0
+    whole, rows, came = (elements_of(text) for text in (shape, shape.partition("x")[0], gradient))
+    if isinstance(whole, str) or isinstance(rows, str) or isinstance(came, str) or not rows[0]:
+        return 1.0
+    return 2.0 * math.sqrt(max(1.0, sum(came) / rows[0] * (whole[0] / rows[0])))
 
 
 def has_kinks(rows: Sequence[CallRow]) -> bool:

@@ -29,8 +29,8 @@ _JUMP = 100.0  # times rounding: what the first number that differs at all canno
 _COARSE = 4.0  # roundings of one element that the numbers of a batch in another type may differ by: chosen
 _CHECKED = "checksum of the first 64 KiB"
 _PHASES = {"input": "forward", "output": "forward", "grad_output": "backward", "grad": "parameter",
-           "update": "parameter", "param": "parameter"}  # fmt: skip
-_ORDER = ("batch", "forward", "loss", "backward", "parameter", "evaluation")
+           "update": "parameter", "param": "weights"}  # fmt: skip
+_ORDER = ("batch", "weights", "forward", "loss", "backward", "parameter", "evaluation")
 
 
 class Line(NamedTuple):
@@ -70,8 +70,14 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
     looked = [_looked(record) for record in (a, b)]
     both = [(lines_a[pair.a], lines_b[pair.b]) for pair in pairs]
     first = _first_apart(both, least, 0.0)
-    losses, of_loss = _losses(a, b, tolerance, rounding, first)
+    named = _losses_of_both(a, b)
+    losses, of_loss = _losses(a, b, named, tolerance, rounding, first)
     rows = _batches(a, b, types, (lines_a, lines_b)) + losses
+    alone = [
+        *_without_gradients([lines_a[at] for at in left_a], b, ("there", "absent"), looked[0] & looked[1]),
+        *_without_gradients([lines_b[at] for at in left_b], a, ("absent", "there"), looked[0] & looked[1]),
+    ]
+    rows += alone
     beyond = _first_apart(both, least, rounding) if tolerance is None else None
     is_sudden = first is not None and beyond is not None and first.line is beyond.line and first.step == beyond.step
     is_sudden = is_sudden and first is not None and first.delta > _JUMP * rounding
@@ -102,17 +108,29 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
         notes.append(f"the first number that differs at all is {of_loss or first}")
     if beyond is not None:
         notes.append(f"at sites the first beyond rounding, though it may be less than noise, is {beyond}")
-    only_a, only_b = tuple(lines_a[at].name for at in left_a), tuple(lines_b[at].name for at in left_b)
-    return Difference(*names, tuple(rows), only_a, only_b, tuple(notes))
+    told = {row.site for row in alone} | {name for pair in named for name in pair}
+    only = [
+        tuple(name for name in [*(lines[at].name for at in left), *_names_of_losses(record)] if name not in told)
+        for record, lines, left in ((a, lines_a, left_a), (b, lines_b, left_b))
+    ]
+    return Difference(*names, tuple(rows), only[0], only[1], tuple(notes))
 
 
 def _settings(a: Record, b: Record) -> list[str]:
     """A note about the settings in which the runs differ, four of them at most; the command is told by what it sets."""
     one, other = (summary_of(record, record.ranks[0]).settings for record in (a, b))
-    names = [name for name in {**one, **other} if one.get(name) != other.get(name) and name != "command"]
-    told = [f"{name} is {one.get(name, 'not there')} in A and {other.get(name, 'not there')} in B" for name in names]
+    both = {name: (_set(one, name), _set(other, name)) for name in {**one, **other} if name != "command"}
+    told = [f"{name} is {here} in A and {there} in B" for name, (here, there) in both.items() if here != there]
     more = [f"and {len(told) - 4} more"] if len(told) > 4 else []
     return [f"other settings: {'; '.join([*told[:4], *more])}"] if told else []
+
+
+def _set(settings: Mapping[str, str], name: str) -> str:
+    """What was set; of a group of parameters what the first one has, where nothing else is told of it."""
+    optimizer, _, rest = name.partition(", group ")
+    number, _, key = rest.partition(", ")
+    is_group = bool(key) and int(number) < int(settings.get(f"{optimizer}, groups", 1))
+    return settings.get(name, settings.get(f"{optimizer}, {key}", "not there") if is_group else "not there")
 
 
 def _lines(record: Record) -> list[Line]:
@@ -171,6 +189,23 @@ def _absent(one: Line, other: Line, how: str, looked: frozenset[int]) -> DiffRow
     told = ("there", "absent") if step in a else ("absent", "there")
     phase = _PHASES.get(one.port, "forward")
     return DiffRow(one.name, other.name, phase, "parted", math.inf, 0.0, "presence", *told, how, step)
+
+
+def _without_gradients(left: list[Line], other: Record, told: tuple[str, str], looked: frozenset[int]) -> list[DiffRow]:
+    """Rows for gradients and updates that the other run never has, of parameters of both, as where one is frozen.
+
+    ``left``: lines of one run without a partner; ``told``: of A and of B; ``looked``: the training steps of both.
+    """
+    models = [model.get("weights") for _, model in other.events("model", other.ranks[0])]
+    parameters = tuple(str(weight[0]) for weights in models if isinstance(weights, list) for weight in weights)
+    rows = []
+    for line in left:
+        steps = sorted({int(step) for step in line.steps} & looked)
+        is_known = line.name.removesuffix(f":{line.port}").endswith(parameters)
+        if line.phase == "train" and line.port in ("grad", "update") and is_known and steps:
+            place = line.name, line.name, "parameter"
+            rows.append(DiffRow(*place, "parted", math.inf, 0.0, "presence", *told, step=steps[0]))
+    return rows
 
 
 def _site(one: Line, other: Line, how: str, tolerance: float | None, rounding: float, least: float) -> DiffRow | None:
@@ -316,22 +351,38 @@ def _given_apart(lines: tuple[list[Line], list[Line]]) -> float:
     return max(found, default=math.inf)
 
 
+def _names_of_losses(record: Record) -> list[str]:
+    """The losses that a run has noted, such as ``loss:loss``: each is called what its tensor is called."""
+    return [name for name in record.scalars if name.startswith("loss:")]
+
+
+def _losses_of_both(a: Record, b: Record) -> list[tuple[str, str]]:
+    """Which losses are the same thing: those of one name, and where each run has one more, that with that."""
+    one, other = _names_of_losses(a), _names_of_losses(b)
+    pairs = [(name, name) for name in one if name in other]
+    left = [name for name in one if name not in other], [name for name in other if name not in one]
+    return [*pairs, (left[0][0], left[1][0])] if len(left[0]) == len(left[1]) == 1 else pairs
+
+
 def _losses(
-    a: Record, b: Record, tolerance: float | None, rounding: float, first: _Apart | None
+    a: Record,
+    b: Record,
+    named: list[tuple[str, str]],
+    tolerance: float | None,
+    rounding: float,
+    first: _Apart | None,
 ) -> tuple[list[DiffRow], str]:
     """A row for each loss that both have noted, at the first step at which it differs by more than is allowed.
 
-    ``first``: where the sites cease to be equal. A loss that differs before that, while all was the same to the last
-    bit, and by far more than rounding, has parted there. The text names the loss that differs before ``first``, if any.
+    ``named``: its name in both runs. ``first``: where the sites cease to be equal. A loss that differs before that,
+    while all was the same to the last bit, and by far more than rounding, has parted there. The text names the loss
+    that differs before ``first``, if any.
     """
     rows: list[DiffRow] = []
     earliest = (1 << 60, 0) if first is None else (first.step, _ORDER.index(_phase(first.line)))
     told = ""
-    for name in a.scalars:
-        if not name.startswith("loss:") or name not in b.scalars:
-            continue
-        ranks = a.ranks[0], b.ranks[0]
-        one, other = (dict(record.scalar(name, rank)) for record, rank in zip((a, b), ranks, strict=True))
+    for name, partner in named:
+        one, other = dict(a.scalar(name, a.ranks[0])), dict(b.scalar(partner, b.ranks[0]))
         common = sorted(one.keys() & other.keys())
         if not common:
             continue
@@ -352,7 +403,8 @@ def _losses(
         parted = np.flatnonzero(delta > allowed)
         at = int(parted[0]) if len(parted) else int(delta.argmax())
         rows.append(
-            DiffRow(name, name, "loss", state_of(float(delta[at]), allowed), float(delta[at]), allowed, "loss",
-                shown(float(values[0][at])), shown(float(values[1][at])), step=common[at])
+            DiffRow(name, partner, "loss", state_of(float(delta[at]), allowed), float(delta[at]), allowed, "loss",
+                shown(float(values[0][at])), shown(float(values[1][at])),
+                "address" if name == partner else "order", step=common[at])
         )  # fmt: skip
     return rows, told

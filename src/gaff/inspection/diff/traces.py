@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 from gaff.address.grammar import parse_site
 from gaff.inspection.diff.difference import Difference, DiffRow, elements_of, is_beginning, shown, sketched, state_of
+from gaff.inspection.diff.order import has_no_calls, when_made
 from gaff.inspection.diff.pairs import Pair, Pairing, is_in_lists, moves, renaming
-from gaff.inspection.diff.rounding import LITTLE, Drift, allowance, has_kinks
+from gaff.inspection.diff.remarks import notes_of
+from gaff.inspection.diff.rounding import LITTLE, Drift, allowance, has_kinks, sums_over
 from gaff.inspection.trace import Trace
 from gaff.record.trace_rows import CallRow, Gradient, ParameterRow
 
@@ -24,6 +26,14 @@ _LEAST = 1e-3  # of the median norm of gradients
 _NUMBERS = ("mean", "std", "min", "max")
 _GUESSED = ("class and shapes", "shape")  # what may be another thing after all
 _EXACT = 1e-3  # how far outputs may differ that no fault inside can have made
+
+
+class _Reach(NamedTuple):
+    """What came to a module backward: the largest norm of gradients before, the norm of its own, and the shape."""
+
+    largest: float = 0.0
+    came: float = 0.0
+    shape: str = ""
 
 
 def part_traces(
@@ -40,14 +50,14 @@ def part_traces(
     pairs, rows, drift = _forwards(a, b, pairing, tolerance)
     pairing.pairs = sorted(pairs)
     left_a, left_b = pairing.left()
-    compared = len(rows)
+    parameters = _paired_parameters(a, b, pairing)
     if (a.given.digest and b.given.digest) or [row.input for row in a.rows[:1]] != [row.input for row in b.rows[:1]]:
         rows.insert(0, _input(a, b, tolerance))
     if a.has_backward and b.has_backward:
         least = _LEAST * _middle([row.grad_output for row in (*a.rows, *b.rows)])
         largest = 0.0  # of the gradients that came before: what cancels leaves the rounding of these
         drift = drift._replace(has_kinks=has_kinks(a.rows))
-        reach: dict[str, tuple[float, float]] = {}  # by module: that, and the norm of the gradient that came to it
+        reach: dict[str, _Reach] = {}  # by module
         for pair in reversed(pairs):
             one, other = a.rows[pair.a], b.rows[pair.b]
             allowed = allowance(tolerance, drift, one, other)
@@ -58,22 +68,10 @@ def part_traces(
             rows += found
             came = _middle(gradients)
             largest = max(largest, came) if tolerance is None else 0.0  # who gives one means it of each value
-            reach[parse_site(one.site).path] = largest, came
-        rows += _parameters(a, b, pairing, tolerance, drift, reach)
-    notes = [
-        *_settings(a, b, pairs),
-        *_remarks(a, b, pairs, rows),
-        *_weights(a, b, pairing),
-        *_between(a, b, pairs, rows),
-    ]
-    if compared < len(pairs):
-        notes.append(f"{len(pairs) - compared} calls returned nothing that can be compared: no real elements")
-    if a.has_backward != b.has_backward:
-        notes.append("only one of them has a backward pass: gradients were not compared")
-    others = [pair.how for pair in pairs if pair.how != "address"]
-    if others:
-        ways = ", ".join(f"{others.count(how)} by {how}" for how in dict.fromkeys(others))
-        notes.append(f"{len(others)} of {len(pairs)} calls are matched by other than their address: {ways}")
+            shape = one.grad_output.shape if one.grad_output is not None and tolerance is None else ""
+            reach[parse_site(one.site).path] = _Reach(largest, came, shape)
+        rows += _parameters(a, b, parameters, tolerance, drift, reach)
+    notes = notes_of(a, b, pairs, parameters, rows)
     only_a, only_b = tuple(a.rows[at].site for at in left_a), tuple(b.rows[at].site for at in left_b)
     return Difference(*names, tuple(rows), only_a, only_b, tuple(notes))
 
@@ -100,7 +98,7 @@ def _paired(a: Trace, b: Trace, renamed: Mapping[str, str]) -> Pairing[CallRow]:
     pairing.by_likeness("what they return", *_returned(pairing))
     if is_shifted:
         pairing.by_name(lambda row: row.site, lambda site: None if is_in_lists(site, moved) else site)
-    leaves = [_has_no_calls(trace) for trace in (a, b)]
+    leaves = [has_no_calls(trace) for trace in (a, b)]
     shapes = [
         [(row.output, is_leaf) for row, is_leaf in zip(trace.rows, known, strict=True)]
         for trace, known in zip((a, b), leaves, strict=True)
@@ -183,12 +181,6 @@ def _is_near(one: CallRow, norm: float, other: CallRow, size: float) -> bool:
     return abs(norm - size) <= 2 * allowed * size and sketched(one.fingerprint, other.fingerprint) <= allowed
 
 
-def _has_no_calls(trace: Trace) -> list[bool]:
-    """For each call whether no other was made inside it."""
-    depths = [*(row.depth for row in trace.rows), 0]
-    return [inner <= outer for outer, inner in pairwise(depths)]
-
-
 def _forwards(
     a: Trace, b: Trace, pairing: Pairing[CallRow], tolerance: float | None
 ) -> tuple[list[Pair], list[DiffRow], Drift]:
@@ -197,7 +189,7 @@ def _forwards(
     Guesses that part are left out where the whole models, or what they return, agree: such a pair is none. Where they
     agree to a thousandth, nor is one of other layers at one address, as of those that were fused.
     """
-    made = _made(a)
+    made = when_made(a)
     told, drift = [], Drift()
     for pair in sorted(pairing.pairs, key=lambda pair: made[pair.a]):
         one, other = a.rows[pair.a], b.rows[pair.b]
@@ -220,92 +212,6 @@ def _is_elsewhere(a: Trace, b: Trace, pair: Pair, tolerance: float) -> bool:
     return any(rows and all(row.state != "parted" for row in rows) for rows in found)
 
 
-def _between(a: Trace, b: Trace, pairs: Sequence[Pair], rows: Sequence[DiffRow]) -> list[str]:
-    """A note about what either model does between the last place that agrees and the first that does not, alone."""
-    forward = [row for row in rows if row.phase == "forward"]
-    parted = next((at for at, row in enumerate(forward) if row.state == "parted"), 0)
-    if not parted or any(row.state == "parted" for row in rows[: rows.index(forward[parted])]):
-        return []
-    told = []
-    for name, trace, taken, sites in (
-        ("A", a, {pair.a for pair in pairs}, [row.site for row in forward[parted - 1 : parted + 1]]),
-        ("B", b, {pair.b for pair in pairs}, [row.other for row in forward[parted - 1 : parted + 1]]),
-    ):
-        made = _made(trace)
-        first, last = (made[next(at for at, row in enumerate(trace.rows) if row.site == site)] for site in sites)
-        alone = [row.site for at, row in enumerate(trace.rows) if first < made[at] < last and at not in taken]
-        told += [f"{', '.join(alone[:4])}{' ...' if alone[4:] else ''} in {name}"] if alone else []
-    return [f"between {forward[parted - 1].site}, which agrees, and that: {'; '.join(told)}"] if told else []
-
-
-def _weights(a: Trace, b: Trace, pairing: Pairing[CallRow]) -> list[str]:
-    """A note about parameters that are not the same in both, though most are: the first of them."""
-    pairs = _paired_parameters(a, b, pairing)
-    both = [(a.parameters[pair.a], b.parameters[pair.b]) for pair in pairs]
-    known = [(one, other) for one, other in both if one.digest and other.digest]
-    apart = [(one, other) for one, other in known if one.digest != other.digest and one.dtype == other.dtype]
-    if not apart or 2 * len(apart) > len(known):
-        return []
-    one, other = (parse_site(row.site).path for row in apart[0])
-    where = one if one == other else f"{one} ({other} in B)"
-    held = {row.site: row.digest for row in a.parameters}
-    sought = apart[0][0].digest
-    found = (row.site for row in b.parameters if row.digest == sought and held.get(row.site, sought) != sought)
-    elsewhere = parse_site(site).path if (site := next(found, "")) else ""
-    moved = f" (B has those of A in {elsewhere})" if elsewhere else ""
-    return [
-        f"the values of {where} are not the same in both{moved}, the first of {len(apart)} of {len(known)} parameters"
-    ]
-
-
-def _settings(a: Trace, b: Trace, pairs: Sequence[Pair]) -> Iterator[str]:
-    """What was set otherwise in modules that were taken for the same: the mode, the class, the settings of a class.
-
-    Classes and settings are compared of modules without calls inside: of others the parts say what differs.
-    """
-    inner_a, inner_b = _has_no_calls(a), _has_no_calls(b)
-    set_a, set_b = ({row.path: row for row in trace.modules} for trace in (a, b))
-    modes, classes, settings = [], [], []
-    for pair in pairs:
-        one, other = a.rows[pair.a], b.rows[pair.b]
-        known = set_a.get(one.path), set_b.get(other.path)
-        if known[0] is None or known[1] is None or "/" in one.site + other.site:  # of an op
-            continue
-        modes.append((one.site, known[0].mode, known[1].mode))
-        if inner_a[pair.a] and inner_b[pair.b]:
-            classes.append((one.site, one.cls, other.cls))
-            settings += [(one.site, known[0].settings, known[1].settings)] * (one.cls == other.cls)
-    for found, form in ((modes, "in {} mode"), (classes, "a {}"), (settings, "{}")):
-        odd = [(site, one, other) for site, one, other in found if one != other]
-        for site, here, there in odd[:1]:
-            count = "all" if len(odd) == len(found) > 1 else str(len(odd))
-            words = f"{form.format(here or 'plain')} in A and {form.format(there or 'plain')} in B"
-            yield f"{site} is {words}" + (f", the first of {count} calls so" if len(odd) > 1 else "")
-
-
-def _remarks(a: Trace, b: Trace, pairs: Sequence[Pair], rows: Sequence[DiffRow]) -> list[str]:
-    """What is worth knowing where nothing has parted yet: the first bits that differ, a type among others.
-
-    A type is told only where not all calls differ in it: else the two were meant to.
-    """
-    notes = []
-    first = next((row for row in rows if row.state != "same"), None)
-    if first is not None and first.state == "close":
-        notes.append(f"the first bits that differ are those of {first.site}, {first.phase}, by {first.delta:.2g}")
-    odd = [pair for pair in pairs if a.rows[pair.a].dtype != b.rows[pair.b].dtype]
-    if odd and len(odd) < len(pairs):
-        one, other = a.rows[odd[0].a], b.rows[odd[0].b]
-        notes.append(f"{one.site} is {one.dtype} in A and {other.dtype} in B, the first of {len(odd)} such calls")
-    more = [row for row in rows if row.number == "shape" and row.state == "close" and row.phase == "forward"]
-    if more:
-        count = f", the first of {len(more)} such calls" if len(more) > 1 else ""
-        notes.append(
-            f"{more[0].site} returns {more[0].a} in A and {more[0].b} in B{count}: their moments agree, as far as both "
-            "have them"
-        )
-    return notes
-
-
 def _input(a: Trace, b: Trace, tolerance: float | None) -> DiffRow:
     """The row of what the two models were given, all tensors together."""
     place = "the input", "the input", "input"
@@ -317,22 +223,6 @@ def _input(a: Trace, b: Trace, tolerance: float | None) -> DiffRow:
         return DiffRow(*place, "parted", math.inf, allowed, "shape", shapes[0], shapes[1])
     delta = max(sketched(a.given, b.given), LITTLE)
     return DiffRow(*place, state_of(delta, allowed), delta, allowed, "elements")
-
-
-def _made(trace: Trace) -> list[int]:
-    """When the output of each row was there, as a number: a module's after those of the modules inside it.
-
-    Rows are in the order of entry, in which a module comes before what spoils its output.
-    """
-    order: list[int] = []
-    inside: list[int] = []
-    for at, row in enumerate(trace.rows):
-        while inside and trace.rows[inside[-1]].depth >= row.depth:
-            order.append(inside.pop())
-        inside.append(at)
-    order += reversed(inside)
-    place = {at: number for number, at in enumerate(order)}
-    return [place[at] for at in range(len(trace.rows))]
 
 
 def _middle(gradients: Sequence[Gradient | None]) -> float:
@@ -354,14 +244,11 @@ def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[D
     if one.fingerprint.is_same_as(other.fingerprint) and (one.dtype, one.output) == (other.dtype, other.output):
         return [DiffRow(one.site, other.site, "forward", "same", 0.0, tolerance, how=how)]
     if one.statistics is None or other.statistics is None:
-        return _of_sketches(one, other, how, tolerance)
+        return _without_moments(one, other, how, tolerance)
     number, delta = _farthest(one, other)
     values = [getattr(row.statistics, number) for row in (one, other)]
     if one.output != other.output:
-        is_root = one.site.startswith(":") and other.site.startswith(":")  # there the program around gets the shape
-        is_comparable = (elements_of(one.output) == elements_of(other.output) and not is_root) or is_beginning(
-            one.output, other.output
-        )
+        is_comparable = _has_as_many(one, other) or is_beginning(one.output, other.output)
         number, delta = "shape", max(delta, LITTLE) if is_comparable else math.inf
         state = state_of(delta, tolerance)
         return [
@@ -377,8 +264,20 @@ def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[D
     return [DiffRow(one.site, other.site, "forward", state, delta, tolerance, number, *told, how)]
 
 
-def _of_sketches(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[DiffRow]:
-    """The row of calls that have no moments, such as of complex numbers; empty where there is not even a sketch."""
+def _has_as_many(one: CallRow, other: CallRow) -> bool:
+    """Whether outputs of other shapes have as many elements; never of whole models: the program around gets these."""
+    is_root = one.site.startswith(":") and other.site.startswith(":")
+    return elements_of(one.output) == elements_of(other.output) and not is_root
+
+
+def _without_moments(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[DiffRow]:
+    """The row of calls of which one has no moments, such as of complex numbers, or without an element at all.
+
+    Empty where both have the same shapes, or as many elements, and there is not even a sketch.
+    """
+    if one.output != other.output and not _has_as_many(one, other):
+        a, b = (row.output or "no tensor" for row in (one, other))
+        return [DiffRow(one.site, other.site, "forward", "parted", math.inf, tolerance, "shape", a, b, how)]
     if not one.fingerprint.sketch or not other.fingerprint.sketch:
         return []
     delta = max(sketched(one.fingerprint, other.fingerprint), LITTLE)
@@ -469,26 +368,26 @@ def _paired_parameters(a: Trace, b: Trace, calls: Pairing[CallRow]) -> list[Pair
 def _parameters(
     a: Trace,
     b: Trace,
-    calls: Pairing[CallRow],
+    pairs: Sequence[Pair],
     tolerance: float | None,
     drift: Drift,
-    reach: Mapping[str, tuple[float, float]],
+    reach: Mapping[str, _Reach],
 ) -> list[DiffRow]:
     """Rows for the gradients of parameters that are the same thing.
 
-    ``drift``: that of all calls, both ways. ``reach``: by the path of a module the
-    largest norm of the gradients before it, and that of the one that came to it: where that is no more than rounding,
-    its parameters get no more, whatever they multiply it by.
+    ``drift``: that of all calls, both ways. ``reach``: by the path of a module what came to it: where that is no more
+    than rounding, its parameters get no more, whatever they multiply it by, and they add it up over all places.
     """
-    whole = max((one for one, _ in reach.values()), default=0.0)
+    whole = _Reach(max((one.largest for one in reach.values()), default=0.0))
     rows: list[DiffRow] = []
     least = _LEAST * _middle([row.grad for row in (*a.parameters, *b.parameters)])
-    for pair in _paired_parameters(a, b, calls):
+    for pair in pairs:
         one, other = a.parameters[pair.a], b.parameters[pair.b]
         sites = tuple(row.site.removesuffix(":param") + ":grad" for row in (one, other))
         allowed = allowance(tolerance, drift, one, other)
-        largest, came = reach.get(parse_site(one.site).path.rpartition(".")[0], (whole, 0.0))
-        left = largest / drift.steps if drift.calls else 0.0
-        left = max(least, left, _middle([one.grad, other.grad]) * left / came if came else 0.0)
+        came = reach.get(_owner(one), whole)
+        left = came.largest / drift.steps if drift.calls else 0.0
+        left = max(least, left, _middle([one.grad, other.grad]) * left / came.came if came.came else 0.0)
+        left = max(left, came.came * sums_over(drift, one.shape, came.shape) if drift.calls else 0.0)
         rows += _backward((sites[0], sites[1]), (one.grad, other.grad), "parameter", pair.how, allowed, left)
     return rows
