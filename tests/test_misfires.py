@@ -326,3 +326,26 @@ def test_losses_are_named_as_in_the_script_also_inside_a_function_mode(tmp_path)
             right_loss.backward()
             optimizer.step()
     assert {"loss:left_loss", "loss:right_loss"} <= set(gaff.load(tmp_path / "run").scalars)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_loss_of_an_evaluation_is_the_mean_over_all_targets_whatever_the_batches(tmp_path, reduction):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    inputs, targets = torch.randn(68, 4) * 3, torch.randint(0, 3, (68,))
+    targets[5] = -100
+    said = []
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(3):
+            for _ in range(5):
+                optimizer.zero_grad()
+                F.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 3, (8,))).backward()
+                optimizer.step()
+            with torch.no_grad():
+                for part in (slice(0, 32), slice(32, 64), slice(64, 68)):  # the last batch is a small one
+                    F.cross_entropy(model(inputs[part]), targets[part], reduction=reduction)
+                known = torch.nn.functional.log_softmax(inputs @ model.weight.T + model.bias, 1)
+                said.append(-known[targets >= 0].gather(1, targets[targets >= 0, None]).mean().item())
+    told = [value for _, value in gaff.load(tmp_path / "run").evaluated()["cross_entropy"]]
+    assert told == pytest.approx(said, rel=1e-5)

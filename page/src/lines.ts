@@ -41,6 +41,18 @@ export interface Chart {
 }
 
 /**
+ * From where to where the axis of some values goes: a little beyond them, and not into the last digits of numbers that
+ * are all alike, where a gradient norm that is clipped at every step would seem to rise.
+ */
+export function reach(low: number | null, high: number | null): [number | null, number | null] {
+  if (low === null || high === null) return [low, high];
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  const least = 1e-3 * size;
+  if (high - low <= least) return size > 0 ? [low - 0.05 * size, high + 0.05 * size] : [-1, 1];
+  return uPlot.rangeNum(low, high, 0.1, true) as [number, number];
+}
+
+/**
  * What can be drawn: gaps (null) at what is not finite, or not above zero on a logarithmic axis; over missing values the
  * line goes on, but for pauses.
  */
@@ -199,7 +211,7 @@ class LineChart implements Kept<Chart> {
         height: this.height,
         legend: { show: false },
         cursor: { points: { size: 6 }, drag: { x: true, y: false, setScale: false }, ...(given.zoom ? { sync: { key: "steps", scales: ["x", null] } } : {}) },
-        scales: { x: { time: false }, y: given.isLog ? { distr: 3 } : {} },
+        scales: { x: { time: false }, y: given.isLog ? { distr: 3 } : { range: (_: uPlot, low: number | null, high: number | null) => reach(low, high) } },
         axes: [
           { ...axis, ...(given.xText ? { values: (_: uPlot, splits: number[]) => splits.map((x) => (Number.isInteger(x) && x >= 0 && x < given.x.length ? tickName(given.xText!(x), given.x.length) : "")) } : { values: (_: uPlot, splits: number[]) => splits.map((x) => (isWhole && !Number.isInteger(x) ? "" : number(x))) }) },
           { ...axis, ...(given.isLog ? { grid: { ...axis.grid, filter: decades }, ticks: { ...axis.ticks, filter: decades } } : {}), size: 64, values: (_: uPlot, splits: number[]) => splits.map((value) => (value === null ? "" : number(value))) },

@@ -3,7 +3,7 @@ import { test } from "node:test";
 import { inkOn, ramp, signed } from "../src/color";
 import { evidence, matches, number, pathOf, percent, portOf, python } from "../src/format";
 import { rangeOf, shade, spansOf, ticks } from "../src/heat";
-import { drawable, pauses, smoothed } from "../src/lines";
+import { drawable, pauses, reach, smoothed } from "../src/lines";
 import { read, write } from "../src/state";
 import type { Source } from "../src/source";
 import type { Group, Run, Trace } from "../src/types";
@@ -14,6 +14,7 @@ import { folded, gather } from "../src/views/map";
 import { grouped, valueOf } from "../src/views/pictures";
 import { settingsOf } from "../src/views/runs";
 import { partnerOf } from "../src/views/site";
+import { spread } from "../src/views/tables";
 import { childrenOf, ownTime } from "../src/views/trace";
 import { linesOf, ownerOf } from "../src/views/tree";
 import { onOneAxis, rateChanges, savedFiles } from "../src/views/verdict";
@@ -28,6 +29,22 @@ test("what a finding stands on is told without brackets of JSON", () => {
   assert.equal(evidence([2, 0.5]), "[2, 0.5]");
   assert.equal(evidence([{ name: "x", shape: [8, 3], min: -1 }, { name: "y", type: "int64" }]), "name x, shape [8, 3], min -1; name y, type int64");
   assert.equal(evidence(null), "null");
+});
+
+test("an axis does not go into the last digits of numbers that are alike", () => {
+  const [low, high] = reach(0.4999999, 0.5000001) as [number, number];
+  assert.ok(low < 0.48 && high > 0.52);
+  assert.deepEqual(reach(0, 0), [-1, 1]);
+  assert.deepEqual(reach(null, null), [null, null]);
+  const [bottom, top] = reach(1, 3) as [number, number];
+  assert.ok(bottom <= 1 && bottom > 0 && top >= 3 && top < 4);
+});
+
+test("over all parameters a look at which none was read is a gap, and those that step by turns keep their latest", () => {
+  const rows = { rows: 2, columns: 4, values: [1, NaN, NaN, 2, NaN, NaN, 5, NaN] };
+  const [smallest, largest] = spread(rows, 4) as [{ values: number[] }, { values: number[] }];
+  assert.deepEqual(smallest.values, [1, NaN, 1, 2]);
+  assert.deepEqual(largest.values, [1, NaN, 5, 5]);
 });
 
 test("addresses are taken apart at their port", () => {

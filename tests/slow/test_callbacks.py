@@ -37,9 +37,23 @@ class Lit(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-def fit(folder, *callbacks, logger=False, fails_at=None):
+class Sparse(Lit):
+    """One whose gradients are sparse in part, as those of large embeddings are."""
+
+    def __init__(self, fails_at=None):
+        super().__init__(fails_at)
+        self.names = nn.Embedding(10, 6, sparse=True)
+
+    def training_step(self, batch, number):
+        return F.cross_entropy(self.body(batch[0] + self.names(batch[1])), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def fit(folder, *callbacks, logger=False, fails_at=None, make=Lit):
     torch.manual_seed(3)
-    lit = Lit(fails_at)
+    lit = make(fails_at)
     loader = DataLoader(TensorDataset(torch.randn(40, 6), torch.randint(0, 3, (40,))), 5, shuffle=True)
     trainer = pl.Trainer(
         max_epochs=2, logger=logger, callbacks=list(callbacks), accelerator="cpu", enable_checkpointing=False,
@@ -77,19 +91,21 @@ def test_a_lightning_fit_has_the_bits_of_a_bare_one_and_is_watched(tmp_path):
     assert backward_is_plain()
 
 
-def test_lightnings_loggers_get_findings_and_the_norm_of_all_gradients(tmp_path):
+@pytest.mark.parametrize("make", [Lit, Sparse])
+def test_lightnings_loggers_get_findings_and_the_norm_of_all_gradients(tmp_path, make):
     norms = {}
 
     class Norms(pl.Callback):
         def on_before_optimizer_step(self, trainer, module, optimizer):
-            norms[trainer.global_step] = sum(one.grad.square().sum() for one in module.parameters()).sqrt().item()
+            gradients = [one.grad.to_dense() for one in module.parameters() if one.grad is not None]
+            norms[trainer.global_step] = sum(one.square().sum() for one in gradients).sqrt().item()
 
     logger = CSVLogger(tmp_path)
     told = []
     logger.log_metrics = lambda metrics, step=None: told.append((step, dict(metrics)))
     callback = lightning.LightningWatch(every=1)
-    bare, _ = fit(tmp_path)
-    lit, _ = fit(tmp_path, Norms(), callback, logger=logger)
+    bare, _ = fit(tmp_path, make=make)
+    lit, _ = fit(tmp_path, Norms(), callback, logger=logger, make=make)
     assert same(bare, lit)
     ours = [(step, metrics) for step, metrics in told if "gaff/findings" in metrics]
     assert [step for step, _ in ours] == [3, 7, 11, 15, 15]

@@ -126,26 +126,35 @@ export const optimizer: View = {
   },
 };
 
-/** Smallest, median and largest over all parameters, look by look. */
+/**
+ * Smallest, median and largest over all parameters, look by look. Of a look at which some were read the others count with
+ * what was read of them last, for optimizers step by turns; a look at which none was read is a gap.
+ */
 async function quantiles(page: Page, stat: string) {
   const { run } = page;
   const group = run.groups.find((one) => one.group === "parameters" && one.phase === "train");
   const rows = group ? await rowsOf(page.source, group, stat) : null;
   if (!group || !rows) return null;
-  const now = new Float64Array(rows.rows).fill(NaN); // the latest of each: some step less often than others
-  const sorted = group.last.map((_, column) => {
+  return { x: group.last, curves: spread(rows, group.last.length) };
+}
+
+/** The smallest, the largest and the median of each column of rows, as told above. */
+export function spread(rows: { values: ArrayLike<number>; rows: number; columns: number }, looks: number) {
+  const now = new Float64Array(rows.rows).fill(NaN); // the latest of each
+  const sorted = Array.from({ length: looks }, (_, column) => {
     const known = new Float64Array(rows.rows);
     let count = 0;
+    let wasRead = false;
     for (let row = 0; row < rows.rows; row++) {
       const here = rows.values[row * rows.columns + column]!;
-      if (!Number.isNaN(here)) now[row] = here;
+      if (!Number.isNaN(here)) [now[row], wasRead] = [here, true];
       const value = now[row]!;
       if (Number.isFinite(value)) known[count++] = value;
     }
-    return known.subarray(0, count).sort();
+    return known.subarray(0, wasRead ? count : 0).sort();
   });
   const at = (share: number) => sorted.map((known) => (known.length ? known[Math.round(share * (known.length - 1))]! : NaN));
-  return { x: group.last, curves: [{ name: "smallest", values: at(0), isDashed: true }, { name: "largest", values: at(1), isDashed: true }, { name: "median", values: at(0.5) }] };
+  return [{ name: "smallest", values: at(0), isDashed: true }, { name: "largest", values: at(1), isDashed: true }, { name: "median", values: at(0.5) }];
 }
 
 export const recorder: View = {

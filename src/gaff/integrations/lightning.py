@@ -9,7 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from gaff.compat.distributed import whole_of
 from gaff.compat.extras import need
 from gaff.record.finding import Finding
 from gaff.training.watch.handle import make_watch
@@ -69,8 +71,8 @@ class LightningWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all me
         Only there is the device waited for, once; without loggers never.
         """
         if trainer.loggers and self.watch is not None and (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
-            gradients = [one.grad.detach() for one in pl_module.parameters() if one.grad is not None]
-            self._norm = torch.nn.utils.get_total_norm(gradients).item()
+            gradients = [_elements(one.grad.detach()) for one in pl_module.parameters() if one.grad is not None]
+            self._norm = whole_of(torch.nn.utils.get_total_norm(gradients)).item()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log, once in each step that the Trainer logs. With accumulated gradients several batches are of one step."""
@@ -98,3 +100,8 @@ class LightningWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all me
             numbers["gaff/grad_norm"] = self._norm
         for logger in trainer.loggers:
             logger.log_metrics(numbers, step=max(0, trainer.global_step - 1))
+
+
+def _elements(gradient: Tensor) -> Tensor:
+    """A tensor with the norm of a gradient, which may be sparse, as of an embedding: then what it has, summed up."""
+    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient

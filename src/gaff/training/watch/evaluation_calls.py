@@ -94,33 +94,33 @@ class EvaluationCalls:
             sampled.facts.setdefault("dropout_in_eval", []).append([entry.model, entry.path])
 
     def _loss_returned(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """A loss was computed without gradients: add it up, as a mean over calls, or of sums as one over targets."""
+        """A loss was computed without gradients: add it up, to become a mean over targets."""
         if self._step is None or torch.is_grad_enabled():
             return
         if isinstance(output, Tensor) and output.numel() == 1:
             self._wrong += self.is_wrong
             total, count = self._sums.get(name, (0.0, 0))
             value = output.detach().to(elements.wide_type(output))
-            self._sums[name] = total + value, count + _summed(name, args, kwargs)
+            targets, is_sum = _targets(name, args, kwargs)
+            self._sums[name] = total + (value if is_sum else value * targets), count + targets
             scores = args[0] if args else kwargs.get("input")
             if name in OVER_CLASSES and isinstance(scores, Tensor) and scores.dim():
                 self._among[name] = scores.shape[1 if scores.dim() > 1 else 0]
 
 
-def _summed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Over how many targets a loss was summed up, perhaps as a tensor; 1 where it is a mean, or that cannot be told.
+def _targets(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """Of how many targets a loss is, perhaps as a tensor, and whether it is a sum over them; else it is their mean.
 
-    Of targets that are numbers of classes those count that are not to be ignored.
+    Of targets that are numbers of classes those count that are not to be ignored. 1 and no sum where it cannot be told.
     """
     try:
         given = signature(getattr(torch.nn.functional, name)).bind_partial(*args, **kwargs).arguments
     except (AttributeError, TypeError, ValueError):  # another function of this name, or none that has a signature
-        return 1
-    if given.get("reduction") != "sum" and given.get("size_average") is not False:
-        return 1
+        return 1, False
+    is_sum = given.get("reduction") == "sum" or given.get("size_average") is False
     target = given.get("target", given.get("targets", next(iter(args), None)))
     if not isinstance(target, Tensor) or not target.numel():
-        return 1
+        return 1, False
     if name in OVER_CLASSES and not target.is_floating_point():
-        return (target != given.get("ignore_index", -100)).sum().clamp(min=1)
-    return target.numel()
+        return (target != given.get("ignore_index", -100)).sum().clamp(min=1), is_sum
+    return target.numel(), is_sum
