@@ -355,7 +355,7 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
 
     if is_table(data):
         need_module(model)
-        data = table_loader(data, batch)
+        data = table_loader(data, batch, model)
         inputs = inputs or known_inputs(model, data)
     options = HarvestOptions(
         rows, loss, inputs, mask, labels or {}, reduce, top,

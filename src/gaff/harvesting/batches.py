@@ -8,6 +8,7 @@ other iterable is gone through from its beginning: what it gives is compared wit
 from __future__ import annotations
 
 import operator
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from gaff.address.nested import iter_tensors
 from gaff.errors import PlanError
@@ -90,15 +91,32 @@ def source_of(data: Any, prepare: Prepare) -> BatchSource:
     """The source for what a user gives as data. Raises PlanError for what is none."""
     if isinstance(data, (Mapping, Tensor)) or hasattr(data, "keys"):  # one batch
         data = [data]
-    is_indexed = type(data) is DataLoader and not isinstance(data.dataset, IterableDataset)
-    if is_indexed and data.batch_sampler is not None:
+    is_plain = isinstance(data, DataLoader) and type(data).__iter__ is DataLoader.__iter__
+    if is_plain and not isinstance(data.dataset, IterableDataset) and data.batch_sampler is not None:
         return LoaderSource(data, prepare)
     if not isinstance(data, Iterable):
         raise PlanError(
             f"data is a {type(data).__name__}: expected a DataLoader, an iterable of batches, or one batch (a dict or "
             "a tensor; one that is a tuple stands in a list: [batch])"
         )
+    _warn_of_order(data)
     return IterableSource(data, prepare)
+
+
+def _warn_of_order(data: Any) -> None:
+    """Say so where samples will be numbered as they come though a loader inside shuffles, as in a progress bar."""
+    known = [data, *getattr(data, "__dict__", {}).values()]
+    loader: Any = next((one for one in known if isinstance(one, DataLoader)), None)
+    if loader is None or isinstance(loader.dataset, IterableDataset):
+        return
+    sampler = getattr(loader.batch_sampler, "sampler", loader.batch_sampler or loader.sampler)
+    if not isinstance(sampler, SequentialSampler):
+        warnings.warn(
+            f"data is a {_kind(data)}, which does not tell which samples of the data set its batches hold, and it "
+            f"takes them in the order of a {type(sampler).__name__}: the label 'sample' will be the number in which "
+            "each came; give the DataLoader itself to have it number them as the data set does",
+            stacklevel=2,
+        )
 
 
 class LoaderSource:

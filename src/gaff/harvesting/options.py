@@ -131,8 +131,19 @@ def _told(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float, dict)):
         return value
     if isinstance(value, partial):
-        return f"partial({_told(value.func)}, {value.args!r}, {value.keywords!r})"
+        return f"partial({_told(value.func)}, {_inside(value.args)!r}, {_inside(value.keywords)!r})"
     name = getattr(value, "__qualname__", None)
     if name is None and " at 0x" in repr(value):  # an address of memory, which is another each time
         name = f"{type(value).__qualname__}()"
     return f"{value.__module__}.{name}" if name is not None else f"{value!r}"
+
+
+def _inside(value: Any) -> Any:
+    """What a partial was given, with texts for functions and objects at any depth, and sets in the order of theirs."""
+    if isinstance(value, dict):
+        return {name: _inside(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_inside, value)) if type(value) in (list, tuple) else _told(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(repr(_inside(one)) for one in value)
+    return value if isinstance(value, (bool, bytes, complex)) else _told(value)

@@ -65,8 +65,10 @@ class Selection:
         if not isinstance(value, Tensor):
             raise SiteError(f"{address}: is a {type(value).__name__}: expected one tensor; add its key, such as [0]")
         if not elements.is_plain(value):
-            raise SiteError(f"{address}: is a {type(value).__name__} of layout {value.layout}: expected a dense tensor "
-                            "with plain memory; reduce= can make one, such as lambda x: x.dequantize()")  # fmt: skip
+            kind = "nested tensor" if value.is_nested else f"{type(value).__name__} of layout {value.layout}"
+            way = "to_padded_tensor(0.0)" if value.is_nested else "dequantize()"
+            raise SiteError(f"{address}: is a {kind}: expected a dense tensor with plain memory; reduce= can make one, "
+                            f"such as lambda x: x.{way}")  # fmt: skip
         leading = tuple(value.shape[: self._dims])
         if self._mask is None and value.dim() >= self._dims and leading[0] == self._size:
             if len(self._shape) < self._dims:

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from gaff.errors import PlanError, whole_number
 
 _TOKENS, _MASK = "input_ids", "attention_mask"
 _KNOWN = (_TOKENS, _MASK, "token_type_ids", "position_ids")
+_IGNORED = -100  # as a class: torch's losses pass over targets that are this number
 _LABELS = re.compile(r"(.*_)?(labels?|label_ids|targets?|start_positions|end_positions|y)(_.*)?")  # of columns
 
 
@@ -26,20 +28,24 @@ def is_table(data: Any) -> bool:
     return type(data).__module__.startswith("datasets.") and hasattr(data, "column_names")
 
 
-def table_loader(table: Any, batch: int) -> DataLoader[Any]:
-    """Batches of a data set that has its tokens in the column ``input_ids``, by length; padded with 0.
+def table_loader(table: Any, batch: int, model: nn.Module) -> DataLoader[Any]:
+    """Batches of a data set that has its tokens in the column ``input_ids``, by length.
 
-    ``attention_mask`` is made where it is not there. Columns of numbers come along, and those with a number, or numbers
-    of one shape, for each token; all others (texts, and where some sample has none) are left out. Raises PlanError for
-    a data set that has no tokens, is streamed or consists of parts, and for a sequence of none.
+    Tokens are padded with what ``model`` calls padding (``config.pad_token_id``, else 0), labels that are whole numbers
+    with -100, which losses pass over, and all else with 0. A model that takes no ``attention_mask`` gets batches of
+    samples of one length, without padding: nothing could tell it what is padding. ``attention_mask`` is made where it
+    is not there. Columns of numbers come along, and those with a number, or numbers of one shape, for each token; all
+    others (texts, where some sample has none, and what ``set_format`` leaves out) are left out. Raises PlanError for a
+    data set that has no tokens, is streamed or consists of parts, and for a sequence of none.
     """
     if isinstance(table, dict):
         raise PlanError(f"data has the parts {', '.join(map(str, table))}: expected one of them, such as data['train']")
     if not hasattr(table, "__len__"):
         raise PlanError(f"data is a {type(table).__name__}, which is streamed: expected one with a length, or batches")
     has_transform = table.format["type"] == "custom"  # what set_transform makes of samples is what there is
-    table = table if has_transform else table.with_format(None)
-    columns = list(table[0]) if has_transform and len(table) else table.column_names
+    columns = table.column_names if table.format.get("output_all_columns") else table.format["columns"]
+    table = table if has_transform else table.with_format(None, columns=columns)
+    columns = list(table[0]) if has_transform and len(table) else columns
     if _TOKENS not in columns:
         raise PlanError(
             f"the data set has the columns {', '.join(columns)} and no {_TOKENS!r}: expected one that a tokenizer has "
@@ -49,8 +55,16 @@ def table_loader(table: Any, batch: int) -> DataLoader[Any]:
     lengths = [len(one) for one in samples]
     if 0 in lengths:
         raise PlanError(f"sample {lengths.index(0)} of the data set has no token: expected one or more in each")
-    collate = partial(_padded, {} if has_transform else _short_floats(table.features))
-    return DataLoader(table, batch_sampler=by_length(lengths, batch), collate_fn=collate)
+    collate = partial(_padded, {} if has_transform else _short_floats(table.features), _padding(model))
+    batches = by_length(lengths, batch, is_one_length=_MASK not in _inputs(model))
+    return DataLoader(table, batch_sampler=batches, collate_fn=collate)
+
+
+def _padding(model: nn.Module) -> int:
+    """The token that a model takes for padding, as its configuration tells; 0 where none does."""
+    config = getattr(unwrap(model), "config", None)
+    token = getattr(config, "pad_token_id", None)
+    return token if isinstance(token, int) and not isinstance(token, bool) and token >= 0 else 0
 
 
 def _short_floats(features: Any) -> dict[str, torch.dtype]:
@@ -85,11 +99,18 @@ def known_inputs(model: nn.Module, loader: DataLoader[Any]) -> Callable[[dict[st
     """
     table: Any = loader.dataset
     columns = list(table[0]) if len(table) else []
-    inner = unwrap(model)
-    parameters = next((one for one in map(_parameters, inner.modules()) if _TOKENS in one), _parameters(inner))
+    parameters = _inputs(model)
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     names = dict.fromkeys((*_KNOWN, *(name for name in columns if name in parameters and not _LABELS.fullmatch(name))))
     return partial(tokens_of, {one: one in columns for one in names if takes_all or one in parameters})
+
+
+def _inputs(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of the ``forward`` that gets the tokens; ``attention_mask`` is there where it takes anything."""
+    inner = unwrap(model)
+    found = next((one for one in map(_parameters, inner.modules()) if _TOKENS in one), _parameters(inner))
+    others = next((one for one in found.values() if one.kind is one.VAR_KEYWORD), None)
+    return found if others is None or _MASK in found else {**found, _MASK: others}
 
 
 def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -100,12 +121,16 @@ def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def by_length(lengths: Sequence[int], batch: int) -> list[list[int]]:
-    """The numbers of the samples of each batch, shortest first; samples of one length stay in their order."""
+def by_length(lengths: Sequence[int], batch: int, *, is_one_length: bool = False) -> list[list[int]]:
+    """The numbers of the samples of each batch, shortest first; samples of one length stay in their order.
+
+    ``is_one_length``: no batch has samples of several lengths.
+    """
     if (size := whole_number(batch, 1)) is None:
         raise PlanError(f"batch={batch!r} is no number of samples: expected 1 or more")
     order = sorted(range(len(lengths)), key=lambda number: lengths[number])
-    return [order[start : start + size] for start in range(0, len(order), size)]
+    groups = [list(some) for _, some in groupby(order, lambda number: lengths[number])] if is_one_length else [order]
+    return [some[start : start + size] for some in groups for start in range(0, len(some), size)]
 
 
 class OnDemand(Dataset[Any]):
@@ -122,10 +147,11 @@ class OnDemand(Dataset[Any]):
         return self._make(self._things[number])
 
 
-def _padded(types: Mapping[str, torch.dtype], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Sequences as ``[samples, positions]`` with zeros behind them, and numbers as ``[samples]``.
+def _padded(types: Mapping[str, torch.dtype], token: int, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Sequences as ``[samples, positions]`` with padding behind them, and numbers as ``[samples]``.
 
-    Floating numbers have 64 bits, as Python's have, but for the columns of ``types``.
+    Floating numbers have 64 bits, as Python's have, but for the columns of ``types``. ``token``: what tokens are padded
+    with; see ``table_loader``.
     """
     samples = [{name: _listed(value) for name, value in one.items()} for one in samples]
     sizes = [len(one[_TOKENS]) for one in samples]
@@ -140,7 +166,9 @@ def _padded(types: Mapping[str, torch.dtype], samples: list[dict[str, Any]]) -> 
         known = [one for one in tensors if one is not None]
         if not known or len(known) != len(tensors) or len({one.shape[1:] for one in known}) > 1:
             continue
-        made = pad_sequence(known, True) if isinstance(values[0], list) else known[0]
+        is_class = _LABELS.fullmatch(name) and known[0].dtype == torch.int64
+        filler = token if name == _TOKENS else _IGNORED if is_class else 0
+        made = pad_sequence(known, True, filler) if isinstance(values[0], list) else known[0]
         found[name] = made.to(types[name]) if name in types and made.is_floating_point() else made
     if _MASK not in found:
         found[_MASK] = (torch.arange(max(sizes), device="cpu") < torch.tensor(sizes, device="cpu").unsqueeze(1)).long()

@@ -59,12 +59,18 @@ class Column:
             if step != 1:
                 return self.gather(torch.tensor(range(first, last, step), dtype=torch.int64, device="cpu"))
             return self._run(first, max(first, last))
-        if isinstance(index, (tuple, bool)) or index is None or index is Ellipsis:
+        is_truth = isinstance(index, bool) or (getattr(index, "shape", None) == () and "bool" in str(index.dtype))
+        if isinstance(index, tuple) or is_truth or index is None or index is Ellipsis:
             raise IndexError(f"{index!r}: expected a row, a slice of rows, or a list of them, and no second index")
         index = list(index) if isinstance(index, range) else index
+        index = index.to_numpy().copy() if hasattr(index, "to_numpy") else index  # a column of a table, writable
         if not isinstance(index, list) and getattr(index, "shape", ()) == ():
             return self._row(operator.index(index))
-        wanted = torch.as_tensor(index, device="cpu") if len(index) else torch.empty(0, dtype=torch.int64, device="cpu")
+        try:
+            found = torch.as_tensor(index, device="cpu")
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise IndexError(f"rows {index!r:.60}: expected whole numbers, or one bool for each row: {error}") from None
+        wanted = found if len(index) else torch.empty(0, dtype=torch.int64, device="cpu")
         if wanted.dtype == torch.bool:
             if wanted.shape != (len(self),):
                 raise IndexError(f"a mask of shape {list(wanted.shape)} for {len(self)} rows")
