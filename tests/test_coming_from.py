@@ -10,7 +10,7 @@ from gaff.errors import PlanError, SiteError
 from gaff.integrations.baukit import Trace, TraceDict
 from gaff.integrations.captum import at
 from gaff.integrations.torchvision import create_feature_extractor, get_graph_node_names
-from gaff.integrations.transformer_lens import run_with_cache, run_with_hooks
+from gaff.integrations.transformer_lens import _by_head, run_with_cache, run_with_hooks
 from test_names import llama, tokens, transformers
 
 
@@ -369,3 +369,49 @@ def test_functions_at_one_place_act_in_the_order_of_the_model_and_get_the_hook_b
     assert torch.equal(one, other)
     with gaff.edit(model, {"model.layers.1:input": lambda value: (value + 1) * 2}):
         assert torch.equal(model(ids).logits, one)
+
+
+class Wrapped(nn.Module):
+    """A model of one's own around another: it has no config."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids):
+        return self.inner(ids)
+
+
+def test_heads_are_those_of_the_attention_and_not_of_a_config():
+    """A wrapper has none, and that of an encoder and decoder tells the heads of the encoder."""
+    ids, model = tokens(), llama()
+    _, bare = run_with_cache(model, ids, names_filter="blocks.1.attn.hook_z")
+    _, cache = run_with_cache(Wrapped(model), ids, names_filter="blocks.1.attn.hook_z")
+    assert cache["z", 1].shape == bare["z", 1].shape == (*ids.shape, 4, 8)
+    config = transformers.BartConfig(
+        vocab_size=99, d_model=32, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=4,
+        decoder_ffn_dim=37, max_position_embeddings=40,
+    )  # fmt: skip
+    bart = transformers.BartForCausalLM(config).eval()
+    _, cache = run_with_cache(bart, ids, names_filter=["blocks.1.attn.hook_z", "blocks.1.attn.hook_k"])
+    assert cache["z", 1].shape == cache["k", 1].shape == (*ids.shape, 4, 8)
+
+
+def test_heads_that_nothing_tells_are_not_taken_for_features():
+    model = Wrapped(llama())
+    for module in model.inner.model.layers.modules():
+        for name in ("head_dim", "config"):
+            vars(module).pop(name, None)
+    with pytest.raises(PlanError, match=r"attn.q.1: nothing in .*self_attn tells how many heads share the 32 features"):
+        _by_head(model, "attn.q.1", torch.ones(1, 3, 32))
+
+
+def test_a_spot_for_captum_takes_a_standard_name_of_fused_attention():
+    model, ids = llama(), tokens()
+    spot = at(model, "names:attn.pattern.1")
+    with torch.no_grad(), gaff.capture(model, "names:attn.pattern.1") as got:
+        expected = model(ids).logits
+    seen = []
+    with torch.no_grad(), spot.layer.register_forward_hook(lambda module, given, output: seen.append(output)):
+        torch.testing.assert_close(spot(ids).logits, expected)
+    torch.testing.assert_close(seen[0], got["names:attn.pattern.1"])

@@ -566,3 +566,49 @@ def test_a_residual_that_is_added_in_place_is_edited_by_its_name():
     torch.testing.assert_close(got, want)
     assert changed.receipt.rows[0].hits == 1
     assert not torch.allclose(got, model(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_near_in_half_precision_only_is_refused(dtype):
+    """Logits that are capped behind the unembedding, and layers whose output is scaled before it is added."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "intermediate_size": 64}  # fmt: skip
+    capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, head_dim=8)).eval().to(dtype)
+    refused = gaff.sites(capped, tokens(), names=True).refused
+    assert "unembed = what the model returns does not hold" in refused["unembed"]
+    assert len(refused) == 1
+    scaled = transformers.GraniteConfig(**sizes, residual_multiplier=1.05, initializer_range=0.3)
+    model = transformers.GraniteForCausalLM(scaled).eval().to(dtype)
+    refused = gaff.sites(model, tokens(), names=True).refused
+    assert {"mlp.out.0", "resid_post.1", "attn.out.1"} <= set(refused), refused
+    plain = transformers.GraniteConfig(**sizes, residual_multiplier=1.0, initializer_range=0.3)
+    assert not gaff.sites(transformers.GraniteForCausalLM(plain).eval().to(dtype), tokens(), names=True).refused
+
+
+def test_a_name_that_did_not_pass_in_one_run_is_there_when_it_passes_in_another():
+    config = transformers.T5Config(d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4, vocab_size=99,
+                                   decoder_start_token_id=0)  # fmt: skip
+    model, ids = transformers.T5ForConditionalGeneration(config).eval(), tokens()
+    whole = gaff.sites(model, names=True, input_ids=ids, decoder_input_ids=ids)
+    encoded = model.encoder(ids)
+    less = gaff.sites(model, names=True, encoder_outputs=encoded, decoder_input_ids=ids)
+    assert "it did not pass in the latest run" in less.refused["encoder.resid_pre.0"]
+    with pytest.raises(PlanError, match="did not pass in the latest run that gaff.sites looked at"):
+        gaff.capture(model, "names:encoder.resid_pre.0")
+    assert list(gaff.sites(model, names=True, input_ids=ids, decoder_input_ids=ids)) == list(whole)
+    with gaff.capture(model, "names:encoder.resid_pre.0") as got:
+        model(input_ids=ids, decoder_input_ids=ids)
+    assert got["names:encoder.resid_pre.0"].shape == (*ids.shape, 32)
+
+
+def test_a_reference_of_runs_of_several_lengths_says_so():
+    model = llama()
+    with torch.no_grad(), gaff.capture(model, "names:mlp.out.0") as got:
+        model(torch.ones(1, 7, dtype=torch.long))
+        model(torch.ones(1, 5, dtype=torch.long))
+    with (
+        pytest.raises(gaff.GaffError, match="runs of the reference have examples of the shapes"),
+        gaff.edit(model, {"names:mlp.out.0": gaff.edits.ablate("mean", got)}),
+    ):
+        model(torch.ones(1, 7, dtype=torch.long))

@@ -161,13 +161,20 @@ _GRADIENTS = {"output": "grad_output", "input": "input_grad"}
 class LookedAt:
     """What a run of a model has shown of its names, as ``gaff.sites(model, x, names=True)`` finds it.
 
-    ``refused``: by name why it does not mean in this model what it means elsewhere; ``makers``: by name the op or
-    module that makes the value, where it also goes around the module at whose input it is told.
+    ``failed``: by name why it does not mean in this model what it means elsewhere, found in any run; ``missing``: names
+    that did not pass in the latest run that was looked at; ``makers``: by name the op or module that makes the value,
+    where it also goes around the module at whose input it is told.
     """
 
-    refused: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
     makers: dict[str, Site] = field(default_factory=dict)
     was_run: bool = False
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """By name why it is refused."""
+        return {**self.missing, **self.failed}
 
 
 _LOOKED_AT: dict[int, LookedAt] = {}  # by identity: models may define what is equal

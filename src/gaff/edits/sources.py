@@ -183,7 +183,14 @@ def _rows(reference: Tensor | Source, event: Event) -> Tensor:
     """The activations of reference, ``[examples, ...]``: those given, or all of the capture at this site and call."""
     if isinstance(reference, Tensor):
         return logical(reference)
-    return torch.cat([logical(one) for one in reference.all(_address(reference, event))])
+    found = [logical(one) for one in reference.all(_address(reference, event))]
+    shapes = sorted({tuple(one.shape[1:]) for one in found})
+    if len(shapes) > 1:
+        raise PlanError(
+            f"{_address(reference, event)}: runs of the reference have examples of the shapes {list(shapes[0])} and "
+            f"{list(shapes[1])}: expected one shape, as of runs of one length, or a tensor [examples, ...]"
+        )
+    return torch.cat(found)
 
 
 def _address(source: Source, event: Event) -> str:

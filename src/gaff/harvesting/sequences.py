@@ -61,10 +61,10 @@ def table_loader(table: Any, batch: int, model: nn.Module) -> DataLoader[Any]:
 
 
 def _padding(model: nn.Module) -> int:
-    """The token that a model takes for padding, as its configuration tells; 0 where none does."""
-    config = getattr(unwrap(model), "config", None)
-    token = getattr(config, "pad_token_id", None)
-    return token if isinstance(token, int) and not isinstance(token, bool) and token >= 0 else 0
+    """The token that a model, or the first module inside that says so, takes for padding; 0 where none does."""
+    configs = (getattr(one, "config", None) for one in unwrap(model).modules())
+    tokens = (getattr(one, "pad_token_id", None) for one in configs)
+    return next((one for one in tokens if isinstance(one, int) and not isinstance(one, bool) and one >= 0), 0)
 
 
 def _short_floats(features: Any) -> dict[str, torch.dtype]:

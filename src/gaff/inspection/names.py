@@ -117,10 +117,11 @@ def list_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     looked = looked_at(unwrap(model))
     looked.makers |= makers.found()
     looked.was_run = True
+    looked.failed |= failed
+    looked.missing = {
+        name: "it did not pass in the latest run that gaff.sites looked at" for name in known if name not in values
+    }
     refused = looked.refused
-    refused |= failed
-    missing = {name: "it did not pass in this run" for name in known if name not in values}
-    refused |= {name: why for name, why in missing.items() if name not in refused}
     rows = [NameRow(name, str(site), held.get(name, "")) for name, site in known.items() if name not in refused]
     return Names(kind, rows, dict(refused), was_run=True)
 
@@ -217,7 +218,8 @@ class Identity(NamedTuple):
 
     ``more``: names that it confirms where it holds, and that are not to blame where it does not. ``weaker``: the right
     side with half of what is added. Where that is as near as the right side itself, what is added is too small to tell,
-    and the identity says nothing.
+    and the identity says nothing. ``is_one``: both sides are one value, of which nothing is computed, and at most its
+    type is another.
     """
 
     names: tuple[str, ...]
@@ -226,6 +228,7 @@ class Identity(NamedTuple):
     right: Callable[[], Tensor]
     more: tuple[str, ...] = ()
     weaker: Callable[[], Tensor] | None = None
+    is_one: bool = False
 
 
 def _judge(
@@ -267,11 +270,14 @@ def _difference(identity: Identity) -> str | None:
     """What keeps an identity from holding; empty where it does, None where it cannot tell.
 
     Each number may differ by what rounding explains: a part of the largest number of what is compared, and some units
-    in the last place of the number itself, which may be far larger than what is added to it.
+    in the last place of the number itself, which may be far larger than what is added to it. Rounding has no direction,
+    so that over all numbers the difference must have none either along what is compared: a factor shows there that no
+    single number of half precision could show.
     """
     try:
         left, right = identity.left(), identity.right()
         eps = max(torch.finfo(one.dtype).eps for one in (left, right))
+        exact = 0.0 if left.dtype == right.dtype else eps
         left, right = left.double(), right.double()
         if left.shape != right.shape and left.shape[-1:] == right.shape[-1:] and left.numel() == right.numel():
             right = right.reshape(left.shape)  # some modules are given all positions as rows
@@ -284,12 +290,27 @@ def _difference(identity: Identity) -> str | None:
     if weaker is not None and not bool((added > 64 * eps * right.abs()).any()):
         return None
     allowed = max(_CLOSE, 4 * eps) * added.max() + 16 * eps * right.abs()
-    beyond = (left - right).abs() - allowed
+    beyond = (left - right).abs() - (exact * right.abs() if identity.is_one else allowed)
     if bool((beyond <= 0).all()):
-        return ""
+        part = right if weaker is None else 2 * (right - weaker)
+        factor, noise = _along(left - right, part, right, eps)
+        return "" if abs(factor) <= noise else f"what is compared is off by a factor of {1 + factor:.3g}"
     at = int(beyond.argmax())
     far, size = (left - right).abs().flatten()[at].item(), added.max().item()
     return f"they differ by {far:.3g}, where the largest number of what is compared is {size:.3g}"
+
+
+def _along(difference: Tensor, part: Tensor, whole: Tensor, eps: float) -> tuple[float, float]:
+    """Which share of ``part`` a difference holds, by least squares, and how much of it rounding may make.
+
+    Rounding moves each number of ``whole`` by some units in its last place, up or down: their sum along ``part`` is
+    that of a random walk, of which four deviations are chosen, and never less than two units.
+    """
+    square = part.square().sum()
+    if not bool(square > 0):
+        return 0.0, 0.0
+    noise = 4 * eps * (whole * part).square().sum().sqrt() / square + max(_CLOSE, 2 * eps)
+    return ((difference * part).sum() / square).item(), noise.item()
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +351,7 @@ def _identities(
     if have("unembed"):
         logits = next((one for one in outputs if one.shape == values["unembed"].shape), None)
         yield Identity(("unembed",), "unembed = what the model returns", lambda: values["unembed"],
-                       lambda: logits if logits is not None else outputs[0])  # fmt: skip
+                       lambda: logits if logits is not None else outputs[0], is_one=True)  # fmt: skip
 
 
 class Sum(NamedTuple):
@@ -460,4 +481,4 @@ def _flat(value: Tensor) -> Tensor:
 
 
 def _same(values: Mapping[str, Tensor], names: tuple[str, ...], text: str, one: str, other: str) -> Identity:
-    return Identity(names, text, lambda: values[one], lambda: values[other])
+    return Identity(names, text, lambda: values[one], lambda: values[other], is_one=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gaff.address.grammar import VALUE_PORTS, Site, parse
+from gaff.address.grammar import VALUE_PORTS, WEIGHTS, Site, parse
 from gaff.errors import PlanError
 from gaff.sessions.edit import edit
 from gaff.sessions.plan import Plan
@@ -35,12 +35,13 @@ class Spot(nn.Module):
         found = Plan.edit({address: self.layer}).check(model)
         asked = parse(address)
         is_exact = isinstance(asked, Site) or asked.is_single
-        if len(found) != 1 or not is_exact or found[0].found.site.port not in VALUE_PORTS:
+        port = found[0].found.site.port if len(found) == 1 else ""
+        if not is_exact or port not in (*VALUE_PORTS, WEIGHTS):
             raise PlanError(
                 f"{address!r} is no single value: expected one exact address of an output, an input or an op"
             )
 
-        self._is_output = found[0].found.site.port == "output"
+        self._is_output = port != "input"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""

@@ -56,7 +56,12 @@ _NOT_HERE = {
     "padding_side": "", "tokens": "", "shortformer_pos_embed": "", "past_kv_cache": "",
 }  # fmt: skip
 _KINDS = {"a": "attn", "attention": "attn", "m": "mlp", "b": "", "block": "", "blocks": ""}  # short names of parts
-_BY_HEAD = {"attn.q": "queries", "attn.k": "keys", "attn.v": "keys", "attn.z": "queries"}
+_BY_HEAD = ("attn.q", "attn.k", "attn.v", "attn.z")
+_HEAD_WIDTHS = {"attn.q": ("qk_head_dim",), "attn.k": ("qk_head_dim",), "attn.v": ("v_head_dim",),
+                "attn.z": ("v_head_dim",)}  # fmt: skip
+_HEAD_WIDTH = ("head_dim", "attention_head_size", "attn_head_size", "head_size", "key_value_proj_dim", "d_kv")
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "heads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +218,7 @@ def run_with_cache(
     plan = Plan.of(*(f"names:{known[hook]}" for hook in chosen), graph=torch.is_grad_enabled())
     with Capture(model, plan, {}) as got:
         output = model(*args, **kwargs)
-    values = {hook: _by_head(model, known[hook], got[f"names:{known[hook]}"]) for hook in chosen}
+    values = {hook: got[f"names:{known[hook]}"] for hook in chosen}
     shapes = [tuple(value.shape[:2]) for value in values.values() if value.dim() == 3]
     if (batch := _batch_of(args, kwargs)) is not None:
         shapes.insert(0, batch)
@@ -221,6 +226,7 @@ def run_with_cache(
         full = next((one for one in shapes if value.dim() == 2 and len(value) == one[0] * one[1]), None)
         if full is not None:
             values[hook] = value.unflatten(0, full)
+    values = {hook: _by_head(model, known[hook], value) for hook, value in values.items()}
     if remove_batch_dim:
         if any(len(value) != 1 for value in values.values()):
             raise PlanError("remove_batch_dim=True is for a batch of one: expected one, or False")
@@ -306,9 +312,9 @@ def _changed(
 
     def change(value: Tensor) -> Tensor:
         copied = value.clone()
-        given = _by_head(model, name, copied)
-        if batch is not None and given.dim() == 2 and len(given) == batch[0] * batch[1]:
-            given = given.unflatten(0, batch)  # some modules are given all positions as rows
+        is_rows = batch is not None and copied.dim() == 2 and len(copied) == batch[0] * batch[1]
+        given = copied.unflatten(0, batch) if is_rows else copied  # some modules are given all positions as rows
+        given = _by_head(model, name, given)
         point = HookPoint(hook)
         new = function(given, hook=point) if is_named else function(given, point)  # type: ignore[call-arg]
         if new is not None and not isinstance(new, Tensor):
@@ -321,21 +327,51 @@ def _changed(
 
 
 def _by_head(model: nn.Module, name: str, value: Tensor) -> Tensor:
-    """Heads as a dimension of their own, where a standard name has them side by side."""
-    kind = _BY_HEAD.get(name.rpartition(".")[0])
-    heads = _heads(model, kind) if kind is not None else None
-    if heads is None or value.dim() != 3 or value.shape[-1] % heads:
+    """Heads as a dimension of their own, where a standard name has them side by side.
+
+    Raises PlanError where nothing in the attention tells how many there are: a head would be taken for a feature.
+    """
+    kind = name.rpartition(".")[0]
+    kind = next((one for one in _BY_HEAD if kind == one or kind.endswith(f".{one}")), "")
+    if not kind or value.dim() != 3:
         return value
+    modules = by_path(model)
+    path = standard_names(modules)[name].path
+    heads = _heads(modules, path, kind, value.shape[-1])
+    if heads is None:
+        raise PlanError(
+            f"{name}: nothing in {path.rpartition('.')[0] or 'the model'} tells how many heads share the "
+            f"{value.shape[-1]} features (such as num_heads or head_dim): gaff.edit of names:{name} has them as is"
+        )
     split: Tensor = value.unflatten(-1, (heads, -1))
     return split
 
 
-def _heads(model: nn.Module, kind: str) -> int | None:
-    """How many heads of queries, or of keys and values, the model's config tells."""
-    config = getattr(model, "config", None)
-    names = ("num_key_value_heads", "num_kv_heads") if kind == "keys" else ()
-    for name in (*names, "num_attention_heads", "n_head", "n_heads", "num_heads"):
-        count = getattr(config, name, None)
-        if isinstance(count, int):
-            return count
+def _heads(modules: Mapping[str, nn.Module], path: str, kind: str, width: int) -> int | None:
+    """How many heads lie side by side in ``width`` features, as the modules around ``path`` in its block tell.
+
+    The nearest counts: layers of one model may have other numbers, and a config tells that of all, or of the encoder.
+    """
+    while not path.rpartition(".")[2].isdigit() and path:
+        path = path.rpartition(".")[0]
+        for module in (modules[path], *modules[path].children()):
+            for holder in (module, getattr(module, "config", None)):
+                if (found := _told_by(holder, kind, width)) is not None:
+                    return found
     return None
+
+
+def _told_by(holder: Any, kind: str, width: int) -> int | None:
+    """The number of heads by the width of one, or by their count, as an attention or a config tells it."""
+    for name in (*_HEAD_WIDTHS[kind], *_HEAD_WIDTH):
+        size = _number(holder, name)
+        if size and width % size == 0:
+            return width // size
+    counts = (*_KEY_COUNTS, *_COUNTS) if kind in ("attn.k", "attn.v") else _COUNTS
+    return next((count for name in counts if (count := _number(holder, name)) and width % count == 0), None)
+
+
+def _number(holder: Any, name: str) -> int:
+    """An own attribute that is a whole number, else 0; some configs refuse to tell what layers have their own of."""
+    found = getattr(holder, "__dict__", {}).get(name, 0)
+    return found if isinstance(found, int) and not isinstance(found, bool) else 0
