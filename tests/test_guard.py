@@ -4,7 +4,7 @@ import copy
 import gc
 import math
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -485,3 +485,96 @@ def test_the_model_goes_with_its_guard():
         assert held() is None
     finally:
         gc.enable()
+
+
+class Hidden(nn.Module):
+    """A mask of -inf that a softmax heals."""
+
+    def forward(self, x):
+        return torch.zeros_like(x).masked_fill(torch.arange(x.shape[-1]) % 3 == 2, float("-inf"))
+
+
+class Masked(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.norm, self.mask, self.last = nn.Linear(4, 6), norm, Hidden(), nn.Linear(6, 2)
+
+    def forward(self, x):
+        h = self.norm(self.first(x))
+        return self.last((h + self.mask(h)).softmax(-1))
+
+
+def in_backward(model, way):
+    """Optimizers that step within the backward pass; returns how often they did, one by one."""
+    made = []
+    if way == "hooks":
+        own = {one: torch.optim.SGD([one], 0.1) for one in model.parameters()}
+
+        def step(parameter):
+            made.append(1)
+            own[parameter].step()
+            own[parameter].zero_grad()
+
+        for one in model.parameters():
+            one.register_post_accumulate_grad_hook(step)
+    elif way == "torch's own":
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    else:
+        for one in model.parameters():
+            one.main_grad = torch.zeros_like(one)
+
+            def add(parameter):
+                made.append(1)
+                parameter.main_grad.add_(parameter.grad)
+                parameter.grad = None
+
+            one.register_post_accumulate_grad_hook(add)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("action", ["raise", "warn"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(6), nn.LayerNorm(6), nn.Identity()], ids=["batch", "layer", "none"])
+@pytest.mark.parametrize("way", ["hooks", "torch's own", "added elsewhere"])
+def test_gradients_that_are_used_within_backward_are_used_once(way, norm, action):
+    def train(context):
+        torch.manual_seed(0)
+        model = Masked(copy.deepcopy(norm))
+        made = in_backward(model, way)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with context(model) as guard:
+            for _ in range(3):
+                model(torch.randn(8, 4)).square().mean().backward()
+                if way == "added elsewhere":
+                    for one in model.parameters():
+                        one.grad, one.main_grad = one.main_grad, torch.zeros_like(one)
+                    optimizer.step()
+        return model, len(made), guard
+
+    bare, times, _ = train(lambda _: nullcontext())
+    guarded, again, guard = train(lambda model: gaff.guard(model, action=action))
+    assert again == times
+    assert guard.reports == []
+    for one, other in zip(bare.state_dict().values(), guarded.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("way", ["hooks", "torch's own"])
+def test_a_nan_is_told_where_an_optimizer_steps_within_backward(way):
+    torch.manual_seed(0)
+    model = Masked(nn.BatchNorm1d(6))
+    in_backward(model, way)
+    x = torch.randn(8, 4)
+    before = copy.deepcopy(model.state_dict())
+    with gaff.guard(model) as guard, pytest.raises(NonFiniteError):
+        (model(x) * 0).sum().log().mul(0).backward()  # NaN comes back from the loss
+    assert guard.reports
+    for name in ("last.weight", "first.weight"):
+        assert torch.equal(model.state_dict()[name], before[name])
+    x[0, 0] = math.nan
+    with gaff.guard(model, action="warn") as guard, pytest.warns(UserWarning, match="gaff: "):
+        model(x).sum().backward()
+    assert guard.reports[0].site == ":input" or guard.reports[0].direction == "before", guard.reports[0]

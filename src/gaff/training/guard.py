@@ -9,7 +9,7 @@ looked at (``guard_search``), which tells the op and its line.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from gaff.address.grammar import Site
 from gaff.address.nested import Arguments
 from gaff.address.resolve import Found, called_modules, need_module, unwrap
 from gaff.compat import distributed, foreach
+from gaff.compat.autograd import at_backward_end, backward_task
 from gaff.engine.process.calls import Outermost, is_compiled
 from gaff.engine.process.optimizer import StepWatch
 from gaff.engine.session import Session
@@ -59,6 +60,7 @@ class Guard(Unopened):
         self._model = model
         self._action = action
         self._unstepped = 0  # runs since the last step
+        self._waiting: bool | None = None  # for the end of a backward pass; whether gradients in it were bad
         self._replicated = model
         self._runs = KeptRuns(self._check_forward)
         self._search = OriginSearch(model, allow, self._runs, self.notes)
@@ -134,6 +136,7 @@ class Guard(Unopened):
         """
         if _is_inner(run):
             return
+        self._waiting = None  # torch forgets what was to come at the end of a pass that raised
         self._unstepped += 1
         if len(self._runs.batches) == KEPT:
             self._check_forward()
@@ -160,18 +163,47 @@ class Guard(Unopened):
             return
         self.steps += 1
         self._unstepped = 0
+        if backward_task() >= 0 and not self._must_stop(optimizer):
+            return
         try:
             self._check_step(optimizer)
         finally:
             self._runs.forget()  # also where it raises: a program that catches this goes on with other batches
 
+    def _must_stop(self, optimizer: Any) -> bool:
+        """Of an optimizer that steps within a backward pass: whether its gradients must not be used.
+
+        All else waits for the end of the pass: to run a batch again now would write to what the rest of it needs.
+        """
+        is_bad = any(map(has_nonfinite, _gradients(optimizer)))
+        is_alone = distributed.replicas_of(self._replicated) is None and not self._search.meshes
+        if is_bad and is_alone and self._action == "raise":
+            return True
+        if self._waiting is None:
+            at_backward_end(self._pass_over)
+        self._waiting = is_bad or bool(self._waiting)
+        return False
+
+    def _pass_over(self) -> None:
+        """A backward pass within which an optimizer has stepped is over."""
+        has_gradients, self._waiting = bool(self._waiting), None
+        sums = self._runs.sums()
+        try:
+            self._judge(sums, has_gradients or not are_finite(sums), lambda: has_gradients)
+        finally:
+            self._runs.forget()
+
     def _check_step(self, optimizer: Any) -> None:
-        gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        gradients = _gradients(optimizer)
         sums = self._runs.sums()
         is_bad = not are_finite([*sums, *_norm(gradients)])
+        self._judge(sums, is_bad, lambda: any(map(has_nonfinite, gradients)))
+
+    def _judge(self, sums: list[Tensor], is_bad: bool, has_bad_gradients: Callable[[], bool]) -> None:
+        """Alarm where any process has found something that is not finite; each asks the others, in one order."""
         is_bad_elsewhere = self._is_bad_in_a_replica(is_bad) and not is_bad
         if self._search.anywhere(is_bad):
-            has_gradients = self._search.anywhere(any(map(has_nonfinite, gradients)))  # large ones overflow as well
+            has_gradients = self._search.anywhere(has_bad_gradients())  # large ones overflow as well
             if has_gradients or self._search.anywhere(not are_finite(sums)):
                 self._alarm(has_gradients=has_gradients)
         if is_bad_elsewhere:
@@ -259,6 +291,10 @@ class Guard(Unopened):
             raise NonFiniteError(f"{report}", report)
         if len(self.reports) == 1:
             warnings.warn(f"gaff: {report}", stacklevel=2)
+
+
+def _gradients(optimizer: Any) -> list[Tensor]:
+    return [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
 
 
 def _is_inner(run: Any) -> bool:

@@ -122,8 +122,21 @@ def _again(
         pairs = [(tensor, torch.ones_like(tensor)) for tensor in tensors if tensor.is_floating_point()]
     pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
     if pairs:
-        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        _backward(model, [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
     return output
+
+
+def _backward(model: nn.Module, roots: list[Tensor], gradients: list[Tensor]) -> None:
+    """Run backward as the program does.
+
+    Where its hooks act on gradients that are accumulated (an optimizer that steps in backward, gradients that are added
+    up elsewhere) nothing is accumulated: they would act once more.
+    """
+    leaves = [one for one in model.parameters() if one.requires_grad and one.is_leaf]
+    if any(one._post_accumulate_grad_hooks or hasattr(one, "_in_backward_optimizers") for one in leaves):
+        torch.autograd.grad(roots, leaves, gradients, allow_unused=True)
+    else:
+        torch.autograd.backward(roots, gradients)
 
 
 def _without_graph(tensor: Tensor) -> Tensor:
