@@ -1,5 +1,7 @@
 """What the audit of clipping tells: steps and names as they were, also where groups change or gradients come one by one."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -161,3 +163,90 @@ def test_an_optimizer_that_takes_no_hooks_is_refused():
 
     with pytest.raises(gaff.PlanError, match="a Wrapper that has not called Optimizer.__init__ takes no hooks"):
         gaff.clip_gradients(Wrapper(torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)), norm=1.0)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, before it asks for gradients, as optimizers of several libraries do."""
+
+    def __init__(self, parameters, kind, lr=0.1):
+        super().__init__(parameters, lr)
+        self._kind = kind
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if self._kind == "tensor":
+                group.setdefault("count", torch.zeros(())).add_(1)
+            else:
+                group["count"] = group.get("count", 0) + 1
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.sub_(one.grad, alpha=group["lr"] / float(group["count"]))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "number"])
+@pytest.mark.parametrize("is_closure", [True, False])
+@pytest.mark.parametrize("spoilt", [0, 2])
+def test_a_skipped_step_counts_nowhere(kind, is_closure, spoilt):
+    def train(is_clipped):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = Counting(model.parameters(), kind)
+        handle = gaff.clip_gradients(optimizer, norm=1e6, nonfinite="skip") if is_clipped else None
+        for at in range(5):
+            x = torch.randn(8, 4)
+
+            def closure(at=at, x=x):
+                optimizer.zero_grad()
+                loss = model(x).square().mean() * (math.nan if at == spoilt else 1.0)
+                loss.backward()
+                return loss
+
+            if not is_clipped and at == spoilt:  # by hand
+                continue
+            if not is_closure:
+                closure()
+            optimizer.step(closure) if is_closure else optimizer.step()
+        return model, optimizer.param_groups[0]["count"], handle
+
+    bare, count, _ = train(False)
+    clipped, same, handle = train(True)
+    assert handle.audit.skipped == 1
+    assert float(count) == float(same) == 4
+    assert torch.equal(bare.weight, clipped.weight)
+
+
+def test_an_optimizer_that_moves_its_weights_before_its_closure_cannot_skip():
+    class Moving(SAM):
+        @torch.no_grad()
+        def step(self, closure):
+            before = [one.clone() for one in self.param_groups[0]["params"]]
+            for one in self.param_groups[0]["params"]:
+                one.add_(1e-3)
+            with torch.enable_grad():
+                closure()
+            for one, known in zip(self.param_groups[0]["params"], before, strict=True):
+                one.copy_(known)
+            self.base_optimizer.step()
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = Moving(model.parameters(), torch.optim.SGD, lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    with (
+        gaff.clip_gradients(optimizer, norm=1.0, nonfinite="skip"),
+        pytest.raises(gaff.PlanError, match="changes its parameters before it evaluates its closure, as SAM does"),
+    ):
+        optimizer.step(closure)
+    with gaff.clip_gradients(optimizer, norm=1.0):
+        optimizer.step(closure)

@@ -1134,3 +1134,24 @@ def test_the_receipt_of_edits_that_were_never_opened_says_so():
     with edited:
         model(x)
     assert "never opened" not in str(edited.receipt)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_scaler_skipped_are_no_steps(fused):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    steps = []
+
+    def note(value, event):
+        steps.append(event.step)
+        return value
+
+    with gaff.edit(model, {":output": gaff.edits.with_event(note)}):
+        for at in range(4):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).sum() * (float("inf") if at == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert steps == [0, 1, 1, 2]

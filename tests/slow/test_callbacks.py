@@ -183,3 +183,43 @@ def test_what_cannot_be_is_told(kind, tmp_path):
     with pytest.raises(RecordError, match="holds a run already"):
         run(tmp_path, kind(out=tmp_path / "run"))
     assert backward_is_plain()
+
+
+@pytest.mark.parametrize("kind", [lightning.LightningWatch, transformers.TransformersWatch])
+def test_a_second_training_has_a_record_of_its_own(tmp_path, kind):
+    run = fit if kind is lightning.LightningWatch else train
+    callback = kind(out=tmp_path / "run", every=1)
+    for _ in range(3):
+        run(tmp_path, callback)
+    for name in ("run", "run-2", "run-3"):
+        assert gaff.load(tmp_path / name).is_complete
+        assert gaff.load(tmp_path / name).steps == gaff.load(tmp_path / "run").steps
+    with pytest.raises(gaff.GaffError, match="holds a run already"):
+        run(tmp_path, kind(out=tmp_path / "run", every=1))
+
+
+class Adversaries(Lit):
+    """Two optimizers that step in each batch, as those of a GAN."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, number):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(self.body(batch[0]), batch[1])
+            self.log("loss", loss)
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self):
+        layers = self.body[0], self.body[2]
+        return [torch.optim.SGD(one.parameters(), 1e-2) for one in layers], []
+
+
+def test_numbers_stand_at_lightnings_own_steps_with_two_optimizers(tmp_path):
+    logger, told = CSVLogger(tmp_path), []
+    logger.log_metrics = lambda metrics, step=None: told.append((step, set(metrics)))
+    fit(tmp_path, lightning.LightningWatch(every=1), logger=logger, make=Adversaries)
+    own = [step for step, names in told if "loss" in names]
+    assert own == [3, 7, 11, 15]
+    assert [step for step, names in told if "gaff/grad_norm" in names] == own

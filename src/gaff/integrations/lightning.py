@@ -14,7 +14,7 @@ from torch import Tensor
 from gaff.compat.distributed import whole_of
 from gaff.compat.extras import need
 from gaff.record.finding import Finding
-from gaff.training.watch.handle import make_watch
+from gaff.training.watch.handle import make_watch, options_of
 from gaff.training.watch.settings import Settings
 
 
@@ -53,6 +53,7 @@ class LightningWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all me
         Settings.of(**self._options)
         self.watch: Any = None  # the latest gaff.Watch
         self._norm: float | None = None
+        self._fits = 0  # begun
         self._logged = -1  # step
 
     @property
@@ -61,45 +62,63 @@ class LightningWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all me
         return [] if self.watch is None else list(self.watch.findings)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Open a watch of the model as the strategy has wrapped it; called when ``fit`` begins to train."""
-        self._norm, self._logged = None, trainer.global_step
-        self.watch = make_watch({"model": trainer.strategy.model}, None, self._options)
+        """Open a watch of the model as the strategy has wrapped it; called when ``fit`` begins to train.
+
+        A second ``fit`` has a record of its own, in a folder beside ``out``: ``a-2``.
+        """
+        self._fits += 1
+        self._norm, self._logged = None, _batches_stepped(trainer) - 1
+        self.watch = make_watch({"model": trainer.strategy.model}, None, options_of(self._options, self._fits))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Compute the norm of all gradients, in steps that will be logged; Lightning calls this before it clips them.
 
         Only there is the device waited for, once; without loggers never.
         """
-        if trainer.loggers and self.watch is not None and (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+        if trainer.loggers and self.watch is not None and _is_logged(trainer):
             gradients = [_elements(one.grad.detach()) for one in pl_module.parameters() if one.grad is not None]
             self._norm = whole_of(torch.nn.utils.get_total_norm(gradients)).item()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log, once in each step that the Trainer logs. With accumulated gradients several batches are of one step."""
-        step = trainer.global_step
-        if step != self._logged and step % trainer.log_every_n_steps == 0:
-            self._log(trainer)
+        step = _batches_stepped(trainer)
+        is_new = step != self._logged and self.watch is not None and not trainer.fit_loop._should_accumulate()
+        if is_new and _is_logged(trainer):
+            self._log(trainer, step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Close the watch, and log the findings once more: the last looks have been judged by then."""
         if self.watch is not None:
             self.watch.remove()
             self._norm = None
-            self._log(trainer)
+            self._log(trainer, max(0, _batches_stepped(trainer) - 1))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Close the watch with the exception, so that the record tells what ended the run."""
         if self.watch is not None:
             self.watch.__exit__(type(exception), exception, exception.__traceback__)
 
-    def _log(self, trainer: Any) -> None:
-        """Give the numbers to every logger, with the step that they are of, as Lightning counts them: from 0."""
-        self._logged = trainer.global_step
+    def _log(self, trainer: Any, step: int) -> None:
+        """Give the numbers to every logger, with the step that they are of, as Lightning counts them."""
+        self._logged = step
         numbers = {"gaff/findings": float(sum(not one.is_over for one in self.findings))} if trainer.loggers else {}
         if self._norm is not None:
             numbers["gaff/grad_norm"] = self._norm
         for logger in trainer.loggers:
-            logger.log_metrics(numbers, step=max(0, trainer.global_step - 1))
+            logger.log_metrics(numbers, step=step)
+
+
+def _batches_stepped(trainer: Any) -> int:
+    """After how many batches an optimizer has made a step, which is Lightning's step for its loggers, from 0.
+
+    ``trainer.global_step`` counts the steps of each optimizer.
+    """
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def _is_logged(trainer: Any) -> bool:
+    """Whether Lightning logs at the step in progress."""
+    return bool((_batches_stepped(trainer) + 1) % trainer.log_every_n_steps == 0)
 
 
 def _elements(gradient: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gaff.compat.extras import need
 from gaff.record.finding import Finding
-from gaff.training.watch.handle import make_watch
+from gaff.training.watch.handle import make_watch, options_of
 from gaff.training.watch.settings import Settings
 
 _Callback: Any = need("transformers", "transformers").TrainerCallback
@@ -31,6 +31,7 @@ class TransformersWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all
         self._options = {"out": out, "every": every, **options}
         Settings.of(**self._options)
         self.watch: Any = None  # the latest gaff.Watch
+        self._trainings = 0  # begun
 
     @property
     def findings(self) -> list[Finding]:
@@ -43,9 +44,14 @@ class TransformersWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all
             self.watch.remove()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
-        """Open a watch of the model; one that an exception has left open is closed before."""
+        """Open a watch of the model; one that an exception has left open is closed before.
+
+        A second training, also one that the Trainer begins by itself with smaller batches, has a record of its own, in
+        a folder beside ``out``: ``a-2``.
+        """
         self.remove()
-        self.watch = make_watch({"model": model}, None, self._options)
+        self._trainings += 1
+        self.watch = make_watch({"model": model}, None, options_of(self._options, self._trainings))
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **kwargs: Any) -> None:
         """Add ``gaff_findings`` to what the Trainer is logging, and to the last entry of its history.

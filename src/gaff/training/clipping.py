@@ -75,7 +75,7 @@ class Clipping:
         self._views = _Views(named)
         backward = BackwardClipping(self._parameters, limits, self.audit) if limits.when == "backward" else None
         before = self._before if backward is None else backward.step
-        self._guard = StepGuard(real, before, self._begin, self._views.note_applied)
+        self._guard = StepGuard(real, before, self._begin, self._end)
         with ExitStack() as opening:
             opening.callback(self._guard.close)
             self._guard.open()
@@ -122,6 +122,16 @@ class Clipping:
         self.audit.names = self._parameters.names
         self._parameters.evaluations = 0
         self._views.begin()
+
+    def _end(self) -> None:
+        """End a step. Raises PlanError after the first of an optimizer that cannot be left out in its middle."""
+        self._views.note_applied()
+        if self._guard.has_moved and "skip" in (self._limits.nonfinite, self._limits.spike):
+            raise PlanError(
+                "this optimizer changes its parameters before it evaluates its closure, as SAM does: a step that is "
+                "skipped from there on would leave them changed; expected nonfinite='raise' or 'zero' (this step was "
+                "made)"
+            )
 
     @torch.no_grad()
     def _before(self) -> bool | Tensor:

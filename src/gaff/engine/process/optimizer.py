@@ -10,6 +10,7 @@ A step that calls ``super().step()`` runs the hooks once more inside: all of thi
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gaff.compat import distributed, elements, foreach
+from gaff.compat import distributed, elements, foreach, memory
 from gaff.compat.compiler import never_traced, uncompiled
 from gaff.compat.modes import frames_from
 from gaff.engine.gradients.sharded import ShardedGradient
@@ -120,7 +121,10 @@ class StepGuard:
         self._handles = ExitStack()
         self._dropped: list[tuple[Tensor, Tensor]] = []  # parameters and gradients kept from a skipped step
         self._found: Any = None  # the optimizer's own ``found_inf``, while ours is in its place
+        self._groups: list[dict[str, Any]] = []  # settings and counts as a step with a closure met them
+        self._versions: list[int] = []  # of the parameters, likewise
         self.has_skipped = False  # the last step
+        self.has_moved = False  # some step has changed parameters before it evaluated its closure
 
     def open(self) -> None:
         """Register the hooks on the optimizer; those that it has already are called before them."""
@@ -169,6 +173,8 @@ class StepGuard:
         self._began()
         wrapped = _after_closure(args, kwargs, self._ask)
         if wrapped is not None:
+            self._groups = [_without_parameters(group) for group in optimizer.param_groups]
+            self._versions = [memory.version_of(one) for one in self.parameters()]
             return wrapped
         self._unscale()
         skip = self._before()
@@ -182,8 +188,26 @@ class StepGuard:
     def _post(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """After the step: put back what was taken away, then tell ``after``."""
         if not is_nested_step(optimizer):
+            if self.has_skipped:
+                self._put_back()
+            self._groups = []
             self._restore()
             self._after()
+
+    def _put_back(self) -> None:
+        """Give the optimizer's groups the settings and counts that they had before a step with a closure.
+
+        Many count their steps there, also where no parameter has a gradient.
+        """
+        for group, known in zip(self._optimizer.param_groups, self._groups, strict=False):
+            for name in group.keys() - known.keys() - {"params"}:  # as a count that the first step makes
+                del group[name]
+            for name, value in known.items():
+                now = group.get(name)
+                if isinstance(now, Tensor) and isinstance(value, Tensor) and now.shape == value.shape:
+                    now.copy_(value)
+                else:
+                    group[name] = value
 
     def _restore(self) -> None:
         """Put the optimizer's own ``found_inf`` and the gradients of a skipped step back where they were."""
@@ -202,6 +226,7 @@ class StepGuard:
 
     def _ask(self) -> None:
         """Ask ``before`` after an evaluation of the closure; a step that is to be skipped finds no gradients."""
+        self.has_moved |= self._versions != [memory.version_of(one) for one in self.parameters()]
         if self._before():
             self._drop()
 
@@ -352,9 +377,15 @@ def _stand_in(optimizer: Any) -> Any:
     """
     stand_in = object.__new__(type(optimizer))
     stand_in.__dict__.update(optimizer.__dict__)
-    stand_in.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    stand_in.param_groups = [{**_without_parameters(group), "params": []} for group in optimizer.param_groups]
     stand_in.state = defaultdict(dict)
     return stand_in
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a group, and what it counts: copies of tensors and containers, that may be written to."""
+    return {name: copy.deepcopy(value) if isinstance(value, (Tensor, list, dict)) else value
+            for name, value in group.items() if name != "params"}  # fmt: skip
 
 
 class Ownership:
@@ -378,15 +409,26 @@ def count_steps(parameters: Callable[[], Iterable[Tensor]], completed: Callable[
     """Call ``completed()`` after each step that changed something, of optimizers that own some of ``parameters()``.
 
     By a global hook of torch's, on the thread that steps; the handle removes it. Steps that a guard skipped through the
-    host, and inner ones, do not count.
+    host, and inner ones, do not count, nor do those of a fused optimizer that a GradScaler's flag made change nothing:
+    that is read, for which the device is waited for.
     """
     owned = Ownership(parameters)
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not is_skipped(optimizer) and not is_inner_step(optimizer) and owned.has(optimizer):
+        is_made = not is_skipped(optimizer) and not is_inner_step(optimizer) and owned.has(optimizer)
+        if is_made and not _has_overflown(optimizer):
             completed()
 
     return register_optimizer_step_post_hook(never_traced(stepped))
+
+
+def _has_overflown(optimizer: Any) -> bool:
+    """Whether a GradScaler has told a fused optimizer to change nothing. Waits for the device where there is a flag.
+
+    A flag of ours beside it means that steps are skipped on the device, where nobody counts them.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and optimizer not in _TELLS and bool(found.item())
 
 
 class StepWatch:

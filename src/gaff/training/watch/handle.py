@@ -113,6 +113,15 @@ def make_watch(model: nn.Module | Mapping[str, nn.Module] | None, optimizer: Any
     return Watch(watcher)
 
 
+def options_of(options: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    """The options of the training of this number, from 1, that somebody watches by one callback.
+
+    Each has a record of its own: later ones beside the first, in ``out-2`` and so on.
+    """
+    out = options.get("out")
+    return options if out is None or number == 1 else {**options, "out": f"{os.fspath(out)}-{number}"}
+
+
 def rank_of_process() -> int:
     """The number of this process among those that train together: torch's if it knows one, else of ``RANK``, else 0."""
     distributed = torch.distributed
