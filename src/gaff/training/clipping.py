@@ -127,11 +127,7 @@ class Clipping:
         """End a step. Raises PlanError after the first of an optimizer that cannot be left out in its middle."""
         self._views.note_applied()
         if self._guard.has_moved and "skip" in (self._limits.nonfinite, self._limits.spike):
-            raise PlanError(
-                "this optimizer changes its parameters before it evaluates its closure, as SAM does: a step that is "
-                "skipped from there on would leave them changed; expected nonfinite='raise' or 'zero' (this step was "
-                "made)"
-            )
+            raise PlanError(_MOVED)
 
     @torch.no_grad()
     def _before(self) -> bool | Tensor:
@@ -250,6 +246,12 @@ def _need_optimizer(optimizer: Any, limits: Limits) -> Any:
     if isinstance(real, torch.optim.LBFGS) and "skip" in (limits.nonfinite, limits.spike):
         raise PlanError("LBFGS evaluates several times within a step and keeps state of each: it cannot be skipped")
     return real
+
+
+_MOVED = (
+    "this optimizer changes its parameters before it evaluates its closure, as SAM does: a step that is skipped from "
+    "there on would leave them changed; expected nonfinite='raise' or 'zero' (this step was made)"
+)
 
 
 class _Refusal:
