@@ -99,7 +99,7 @@ class Guard(Unopened):
                 opening.enter_context(self._outermost)
             OPEN.append(self._search)
             opening.callback(OPEN.remove, self._search)
-            self._bad_before = self._bad_parameters()
+            self._bad_before = _bad_parameters(self._model, self._search)
             state = iter_state(self._model) if self._bad_before else ()
             self._forbidden = {str(site): _forbidden(one) for one, site in state if str(site) in self._bad_before}
             opening.push(self._look_last)
@@ -226,13 +226,6 @@ class Guard(Unopened):
         group = distributed.replicas_of(self._replicated)
         return group is not None and distributed.any_of(is_bad, group, next(self._model.parameters()).device)
 
-    def _bad_parameters(self) -> frozenset[str]:
-        """The sites of parameters that are not finite in any process that shares the model. Waits for the device."""
-        if not self._search.anywhere(not are_finite(_norm(self._model.parameters()))):
-            return frozenset()
-        bad = [(str(site), has_nonfinite(one)) for one, site in iter_state(self._model) if site.port == "param"]
-        return frozenset(site for site, is_bad in bad if self._search.anywhere(is_bad))
-
     def _check_parameters(self) -> None:
         """Look at the parameters when the block ends: the last step may have spoiled what no run has used since."""
         if not self._search.anywhere(not are_finite(_norm(self._model.parameters()))) or self.reports:
@@ -291,6 +284,14 @@ class Guard(Unopened):
             raise NonFiniteError(f"{report}", report)
         if len(self.reports) == 1:
             warnings.warn(f"gaff: {report}", stacklevel=2)
+
+
+def _bad_parameters(model: nn.Module, search: OriginSearch) -> frozenset[str]:
+    """The sites of parameters that are not finite in any process that shares the model. Waits for the device."""
+    if not search.anywhere(not are_finite(_norm(model.parameters()))):
+        return frozenset()
+    bad = [(str(site), has_nonfinite(one)) for one, site in iter_state(model) if site.port == "param"]
+    return frozenset(site for site, is_bad in bad if search.anywhere(is_bad))
 
 
 def _gradients(optimizer: Any) -> list[Tensor]:
