@@ -349,3 +349,125 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_all_targets_whatever_the_bat
                 said.append(-known[targets >= 0].gather(1, targets[targets >= 0, None]).mean().item())
     told = [value for _, value in gaff.load(tmp_path / "run").evaluated()["cross_entropy"]]
     assert told == pytest.approx(said, rel=1e-5)
+
+
+def digits(rows=512, classes=10):
+    """Inputs in a cluster for each class."""
+    drawn = torch.Generator().manual_seed(5)
+    labels = torch.arange(rows) % classes
+    return torch.randn(classes, 64, generator=drawn)[labels] + 0.5 * torch.randn(rows, 64, generator=drawn), labels
+
+
+def test_heads_side_by_side_that_begin_with_zeros_are_no_fault(tmp_path):
+    inputs, labels = digits()
+    heads = nn.ModuleList(nn.Linear(64, 10) for _ in range(3))
+    for one in heads.parameters():
+        nn.init.zeros_(one)
+    optimizer = torch.optim.Adam(heads.parameters(), 1e-2)
+    with gaff.watch(heads, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(40):
+            optimizer.zero_grad()
+            sum(F.cross_entropy(head(inputs), labels) for head in heads).backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert "symmetric_units" not in {one.rule for one in record.findings}
+    assert record.verdict.state == "healthy", record.verdict
+
+
+@pytest.mark.slow
+def test_clients_that_begin_from_one_state_are_no_fault(tmp_path):
+    """Federated averaging in one process: the net is written back for each client, and averaged after five."""
+    torch.manual_seed(0)
+    inputs, labels = digits()
+    net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(net.parameters(), 0.3)
+    common = {name: one.clone() for name, one in net.state_dict().items()}
+    with gaff.watch(net, optimizer, out=tmp_path / "run"):
+        for _ in range(40):
+            total = None
+            for client in range(5):
+                net.load_state_dict(common)
+                optimizer.zero_grad()
+                F.cross_entropy(net(inputs[client::5]), labels[client::5]).backward()
+                optimizer.step()
+                state = net.state_dict()
+                total = {k: v / 5 + (0 if total is None else total[k]) for k, v in state.items()}
+            common = total
+    verdict = gaff.load(tmp_path / "run").verdict
+    assert verdict.name != "written_back", verdict
+
+
+class TwoHeads(nn.Module):
+    """A mean and the logarithm of a variance, ``[batch, 1]`` each."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+        self.mean, self.spread = nn.Linear(16, 1), nn.Linear(16, 1)
+
+    def forward(self, x):
+        h = self.body(x)
+        return self.mean(h), self.spread(h)
+
+
+def by_hand(mean, spread, y):
+    return (0.5 * (spread + (mean - y) ** 2 / spread.exp())).mean()
+
+
+def by_torch(mean, spread, y):
+    return F.gaussian_nll_loss(mean, y, spread.exp())
+
+
+@pytest.mark.parametrize("loss", [by_hand, by_torch])
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_likelihoods_of_a_normal_distribution_that_broadcast_are_told(tmp_path, loss, is_wrong):
+    torch.manual_seed(0)
+    model = TwoHeads()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(20):
+            x = torch.randn(32, 8)
+            optimizer.zero_grad()
+            loss(*model(x), x[:, 0] if is_wrong else x[:, :1]).backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert ("broadcast" in {one.rule for one in record.findings}) == is_wrong
+    if is_wrong:
+        assert record.verdict.name == "broadcast"
+
+
+def test_a_loss_with_a_margin_begins_above_guessing(tmp_path):
+    """As of ArcFace: cosines times 30, less a margin at the right class."""
+    torch.manual_seed(0)
+    inputs, labels = digits()
+    body, centres = nn.Linear(64, 32), nn.Parameter(torch.randn(10, 32))
+    model = nn.ModuleDict({"body": body, "head": nn.ParameterList([centres])})
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    with gaff.watch(body, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(250):
+            optimizer.zero_grad()
+            cosines = F.normalize(body(inputs)) @ F.normalize(centres).T
+            F.cross_entropy(30 * (cosines - 0.35 * F.one_hot(labels, 10)), labels).backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert record.verdict.name != "initial_loss", record.verdict
+
+
+def test_a_mode_that_turns_between_looks_is_told(tmp_path):
+    """An evaluation after the densest looks are over, and no ``model.train()`` behind it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 10))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    inputs, labels = digits()
+    with gaff.watch(model, optimizer, out=tmp_path / "run"):
+        for step in range(300):
+            if step == 60:
+                model.eval()
+                with torch.no_grad():
+                    F.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs[:64]), labels[:64]).backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    [found] = [one for one in record.findings if one.rule == "eval_mode_in_training"]
+    assert found.since <= 64

@@ -101,7 +101,7 @@ class Parameter:
     is_decoupled: bool = False  # decay is taken off the weight, not added to the gradient
     adam_rms: float | None = None  # root of the mean of g^2 / v (Wortsman et al., 2023, "RMS_t")
     momentum: float | None = None  # norm of the first moment
-    width: int = 0  # of its last dimension, 0 of a number
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -292,10 +292,10 @@ def loss_holds_the_last(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def written_back(sample: Sample, past: Past) -> Iterator[Hit]:
     """Of the change that a step has made which was looked at, less than a twentieth is there as the very next one
-    begins, in a run with one optimizer, and no loss has fallen by a tenth: inner loops that begin anew on purpose go on
-    learning. Certain."""
+    begins, as of all of the last eight such steps, in a run with one optimizer, and no loss has fallen by a tenth:
+    inner loops that begin anew on purpose go on learning. Certain."""
     found = sample.facts.get("kept") if sample.facts.get("optimizers", 1) == 1 else None
-    if found and found["share"] < _KEPT and not any(has_fallen(past, name) for name in past.losses):
+    if found and found["most"] < _KEPT and not any(has_fallen(past, name) for name in past.losses):
         told = f"{max(0.0, found['share']):.2g} of what a step of {found['optimizer']} has changed is there at the next"
         yield Hit(("", ""), f"{told}: weights are written back in between", kept=found["share"])
 

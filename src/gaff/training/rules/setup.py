@@ -89,7 +89,7 @@ def _weights(sample: Sample) -> list[tuple[Key, Parameter]]:
     return [
         (key, one)
         for key, one in sample.parameters.items()
-        if one.kind == "weight" or (key[0] not in layered and one.kind == "embedding" and one.width > 1)
+        if one.kind == "weight" or (key[0] not in layered and one.kind == "embedding" and one.shape[-1] > 1)
     ]
 
 
@@ -106,7 +106,8 @@ def _weights(sample: Sample) -> list[tuple[Key, Parameter]]:
 )  # fmt: skip
 def symmetric_units(sample: Sample, past: Past) -> Iterator[Hit]:
     """In the first two steps most weights, two or more, have one number for all their elements; those that are frozen
-    count among the others, and tell units apart. Embeddings count in models without any other weight."""
+    count among the others, and tell units apart. Embeddings count in models without any other weight. Not layers of
+    which none can stand behind another, by their numbers of inputs and units, such as heads side by side."""
     if sample.step > 1:  # of a model that runs inside of the step alone nothing is known in the first
         return
     alike: dict[str, list[Key]] = {}
@@ -118,8 +119,23 @@ def symmetric_units(sample: Sample, past: Past) -> Iterator[Hit]:
             if one.requires_grad and row is not None and row.std <= 1e-6 * row.rms:
                 alike.setdefault(key[0], []).append(key)
     for model, keys in alike.items():
-        if len(keys) >= 2 and len(keys) > count[model] / 2:
+        if (
+            len(keys) >= 2
+            and len(keys) > count[model] / 2
+            and _may_be_chained([sample.parameters[key] for key in keys])
+        ):
             yield Hit((model, keys[0][1]), weight_tensors=f"{len(keys)} of {count[model]}")
+
+
+def _may_be_chained(weights: list[Parameter]) -> bool:
+    """Whether what one layer returns may be what another one is given; true where that cannot be told."""
+    shapes = [one.shape for one in weights if one.kind == "weight" and len(one.shape) > 1]
+    fits = any(
+        shape[1] == other[0] or (other[0] > 1 and shape[1] % other[0] == 0)
+        for at, shape in enumerate(shapes)
+        for other in shapes[:at] + shapes[at + 1 :]
+    )
+    return fits or len(shapes) < len(weights)
 
 
 @rule(

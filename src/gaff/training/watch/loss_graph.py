@@ -50,6 +50,7 @@ _ONE_BY_ONE = (
 )  # functions of single elements, of which losses by hand are made  # fmt: skip
 _ALONE = ("UnsqueezeBackward", "ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "ExpandBackward")
 _OF_TERMS = ("axis", "axis_dim", "doubled", "spread", "alone", "outside")
+_MOST_NODES = 64  # behind a loss
 _LITTLE = 2.0  # times what a softmax or sigmoid may be multiplied and still count as what it is
 _BOUNDS = {"ReluBackward": "relu", "SigmoidBackward": "sigmoid", "TanhBackward": "tanh"}
 
@@ -104,7 +105,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
         found["mean_of"] = name
     for at in range(len(names)):
         _note_node(chain, names, at, name, found)
-    spread = _spread(chain, names)
+    spread = _spread(chain)
     if spread is not None:
         found["spread"] = {"loss": name, **spread}
     found |= both_ways(chain, names, name)
@@ -120,7 +121,7 @@ def _facts_of_term(chain: list[Any], name: str) -> dict[str, Any]:
     names = list(map(name_of, chain))
     for at in range(len(names)):
         _note_node(chain, names, at, name, found)
-    spread = _spread(chain, names, is_meant_by=_ALONE)
+    spread = _spread(chain, is_meant_by=_ALONE)
     if spread is not None:
         found["spread"] = {"loss": name, **spread}
     return {kind: told for kind, told in found.items() if kind in _OF_TERMS}
@@ -301,18 +302,29 @@ def _converts_a_leaf(node: Any) -> bool:
     return node.name().startswith("ToCopyBackward") and all(end.endswith("AccumulateGrad") for end in ends)
 
 
-def _spread(chain: list[Any], names: list[str], *, is_meant_by: tuple[str, ...] = ()) -> dict[str, Any] | None:
+def _spread(chain: list[Any], *, is_meant_by: tuple[str, ...] = ()) -> dict[str, Any] | None:
     """The shapes of what a difference was made of, and of the difference, where one broadcast both to a square.
 
-    Of a chain that is one mean, sum or norm of the difference, with functions of single elements before and after.
-    ``is_meant_by``: nodes that give a tensor a further dimension, as those do who compare all with all on purpose.
+    Of a loss that is one mean, sum or norm of the difference, with functions of single elements before and after, also
+    of several tensors, as where an error is divided by a variance. ``is_meant_by``: nodes that give a tensor a further
+    dimension, as those do who compare all with all on purpose.
     """
-    plain = [at for at, one in enumerate(names) if not is_view(one)]
-    at = next((at for at in plain if names[at] not in (*_REDUCED, *_ONE_BY_ONE)), None)
-    is_reduced = at is not None and sum(one in _REDUCED for one in names[:at]) == 1
-    if at is None or not is_reduced or names[at] not in _BY_HAND[2]:
-        return None
-    node = chain[at]
+    waiting = [(one, 0, True) for one in chain[:1]]  # with how many reductions were passed, and whether in the chain
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            break
+        node, reduced, is_first = waiting.pop()
+        kind = name_of(node)
+        if reduced == 1 and kind in _BY_HAND[2] and (told := _squared(node, is_meant_by if is_first else _ALONE)):
+            return told
+        if is_view(kind) or kind in (*_REDUCED, *_ONE_BY_ONE, *_BY_HAND[2]):
+            behind = [one for one, _ in node.next_functions if one is not None]
+            waiting += [(one, reduced + (kind in _REDUCED), is_first and not at) for at, one in enumerate(behind)][::-1]
+    return None
+
+
+def _squared(node: Any, is_meant_by: tuple[str, ...]) -> dict[str, Any] | None:
+    """The shapes of one difference, as above."""
     made = tuple(node._input_metadata[0].shape)
     given = [tuple(one._input_metadata[at].shape) for one, at in node.next_functions if one is not None]
     if any(one is not None and name_of(one) in is_meant_by for one, _ in node.next_functions):

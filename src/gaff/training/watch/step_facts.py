@@ -376,7 +376,7 @@ def _plain(parameter: Tensor) -> dict[str, Any]:
     return {
         "kind": "weight" if parameter.dim() > 1 else "bias",
         "elements": parameter.numel(),
-        "width": parameter.shape[-1] if parameter.dim() > 1 else 0,
+        "shape": tuple(parameter.shape),
         "requires_grad": parameter.requires_grad,
         "dtype": str(parameter.dtype).removeprefix("torch."),
     }

@@ -10,6 +10,8 @@ from gaff.training.watch import step_facts
 from gaff.training.watch.acting import Acting
 from gaff.training.watch.models import Model
 
+_NEWS = 6  # looks
+
 
 class TrainingModes:
     """Tells calls that train from those that evaluate, each when it begins.
@@ -25,6 +27,7 @@ class TrainingModes:
         self._is_any_in_training = False
         self._matters: dict[str, bool] = {}  # by model, whether its mode does
         self._optimized: set[str] = set()  # models whose optimizers have stepped since the run's last step
+        self._told = 0  # looks in a row that had such a model to tell of
         self.acting = Acting()
 
     def trains(self, model: Model, module: nn.Module) -> bool:
@@ -65,9 +68,15 @@ class TrainingModes:
         self._is_any_in_training = False
         return True
 
+    @property
+    def are_news(self) -> bool:
+        """Whether models are trained in eval mode that the looks since then have hardly told of yet."""
+        return bool(self._in_eval) and self._told < _NEWS
+
     def take_in_eval(self) -> list[str]:
         """The models with a dropout or BatchNorm that were trained in eval mode since this was last asked, in order."""
         found = sorted(self._in_eval)
+        self._told = self._told + 1 if found else 0
         self._in_eval.clear()
         self._matters = {name: self._matters[name] for name in self._ran}  # modes may change
         return found

@@ -267,6 +267,8 @@ class Watcher:
                           sampled is not None)  # fmt: skip
         self.step += 1
         self._batches.clear()
+        if self._looks.modes.are_news:
+            self.pace.want()
         if self.pace.is_due(self.step) or self._flight.is_asked:
             self._begin_look()
         else:
@@ -281,8 +283,6 @@ class Watcher:
         self.reporter.pulse(self.step, seconds, numbers, self._steps.skipped, samples,
                             self._alone.take(self._steps.at.began))  # fmt: skip
         self._losses.forget()
-
-    # looks
 
     def _begin_look(self) -> None:
         self._steps.look()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from gaff.training.watch.accumulator import readable
 from gaff.training.watch.models import Models
 from gaff.training.watch.updates import Changed, Update, parameters_of, some_of
+
+_LATEST = 8  # steps that were looked at
 
 
 class WrittenBack:
@@ -23,12 +26,13 @@ class WrittenBack:
         self._models = models
         self._last: dict[int, tuple[int, Changed]] = {}  # by optimizer: the number of its step, and what that changed
         self._told: dict[str, Any] = {}
+        self._latest: deque[Tensor] = deque(maxlen=_LATEST)  # shares
 
     def begins(self, optimizer: Any, number: int) -> None:
         """Step ``number`` begins: note the share of the last change that is there yet, 1 where nobody wrote to weights.
 
-        Nothing where the last step that was looked at is not the one before, or has changed nothing that is still
-        known.
+        ``most`` is the largest of the latest such shares. Nothing where the last step that was looked at is not the one
+        before, or has changed nothing that is still known.
         """
         at, last = self._last.pop(id(optimizer), (-1, [])) if self._last else (-1, [])
         if not last or at + 1 != number:
@@ -41,7 +45,9 @@ class WrittenBack:
             if known:
                 value, before, change = (torch.cat(several).double() for several in zip(*known, strict=True))
                 share = torch.dot(value - before, change) / torch.dot(change, change)
-                self._told = {"kept": {"share": share, "optimizer": type(optimizer).__name__}}
+                self._latest.append(share)
+                most = torch.stack([one.to(share.device) for one in self._latest]).amax()
+                self._told = {"kept": {"share": share, "most": most, "optimizer": type(optimizer).__name__}}
 
     def take(self) -> dict[str, Any]:
         """The fact that was noted last, once, for the rules; its share may be on a device."""
@@ -56,6 +62,7 @@ class WrittenBack:
     def forget(self) -> None:
         """Hold nothing of the user's any more."""
         self._last.clear()
+        self._latest.clear()
         self._told = {}
 
 
