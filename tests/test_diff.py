@@ -522,7 +522,7 @@ def test_modules_are_paired_by_hand(tmp_path, capsys):
     b = Fused(Apart())  # of other weights
     traces = gaff.trace(a, x), gaff.trace(b, x)
     found = gaff.diff(*traces, pairs={"o": "attn.proj", "out": "head"})
-    assert {(row.site, row.other) for row in found.rows if row.how == "address"} >= {
+    assert {(row.site, row.other) for row in found.rows if row.how == "pairs"} >= {
         ("o", "attn.proj"),
         ("out", "head"),
     }
@@ -531,7 +531,7 @@ def test_modules_are_paired_by_hand(tmp_path, capsys):
     files = [str(tmp_path / f"{name}.json") for name in "ab"]
     assert main(["diff", *files, "--pair", "o=attn.proj", "--json"]) == 3
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert ("o", "attn.proj", "address") in {(row["site"], row["other"], row["how"]) for row in rows}
+    assert ("o", "attn.proj", "pairs") in {(row["site"], row["other"], row["how"]) for row in rows}
     assert main(["diff", *files, "--pair", "o"]) == 1
     assert "--pair o: expected A=B" in capsys.readouterr().err
     with pytest.raises(gaff.PlanError, match="pairs names 'x', which is no module of A"):
@@ -1165,3 +1165,28 @@ def test_a_loss_of_another_name_is_compared_with_it(tmp_path):
     found = gaff.diff(trained_with(tmp_path / "a"), trained_with(tmp_path / "b", name="total"))
     assert (found.first.site, found.first.other, found.first.step) == ("loss:loss", "loss:total", 0)
     assert found.first.how == "order"
+
+
+class Scaled(nn.Module):
+    """One layer under a name of its own, and its output times a number."""
+
+    def __init__(self, name, factor):
+        super().__init__()
+        self.name, self.factor = name, factor
+        self.add_module(name, nn.Linear(16, 3))
+
+    def forward(self, x):
+        return getattr(self, self.name)(x) * self.factor
+
+
+def test_a_pair_that_was_given_by_hand_is_compared_though_the_end_agrees():
+    torch.manual_seed(0)
+    one, other = Scaled("f", 1.0), Scaled("g", 0.5)
+    other.g.load_state_dict({name: 2 * value for name, value in one.f.state_dict().items()})
+    traces = gaff.trace(one, X), gaff.trace(other, X)
+    assert not gaff.diff(*traces)
+    found = gaff.diff(*traces, pairs={"f": "g"})
+    assert (found.first.site, found.first.other) == ("f", "g")
+    assert found.first.delta == pytest.approx(0.5, rel=0.05)
+    with pytest.raises(gaff.PlanError, match="expected a dict, such as"):
+        gaff.diff(*traces, pairs={"f": 5})

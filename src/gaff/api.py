@@ -200,7 +200,8 @@ def find_nonfinite(step: Callable[[], Any], *, model: nn.Module | None = None, a
     Args:
         step: forward, loss, backward, an optimizer's step: any part of it.
         model: its modules give the addresses; without it every op is outside the model, and only lines tell.
-        allow: patterns of ops or modules whose non-finite values are meant, such as ``"**.attn/masked_fill"``.
+        allow: patterns of ops or modules whose infinite values are meant, such as ``"**.attn/masked_fill"``; a NaN is
+            told wherever it is made.
 
     Returns a ``Report``, which is False where nothing is wrong: an infinite value that is put in by a constant and
     masked again, or overflow under a GradScaler that skips the step, is no finding. Waits for the device at every op.

@@ -199,13 +199,13 @@ def heads(index: int | Sequence[int], count: int) -> Heads:
 
 
 def mean(*dim: int) -> Reduce:
-    """Keep the mean over ``dim``; over everything when none is given. Integers have no mean: torch raises for them."""
-    return Reduce("mean", whole_numbers(dim, "dim") or None)
+    """Keep the mean over ``dim``; over everything when none is given. Integers have no mean: they are refused."""
+    return Reduce("mean", _dimensions(dim))
 
 
 def norm(*dim: int) -> Reduce:
     """Keep the L2 norm over ``dim``; over everything when none is given. Of half precision it is of float32."""
-    return Reduce("norm", whole_numbers(dim, "dim") or None)
+    return Reduce("norm", _dimensions(dim))
 
 
 def project(size: int, seed: int = 0, dim: int = -1) -> Projection:
@@ -254,6 +254,8 @@ def _index(index: Any) -> Index:
         numbers = whole_numbers(index, "index")
         return numbers[0] if _is_one(index) else numbers
     ends = [None if one is None else _one(one, "index") for one in (index.start, index.stop, index.step)]
+    if ends[2] == 0:
+        raise PlanError(f"{index} given: expected a step of 1 or more")
     if (1 if ends[2] is None else ends[2]) < 1:
         raise PlanError(f"{index} given: torch takes no slice that runs backwards; expected the places, as [2, 1, 0]")
     return slice(*ends)
@@ -276,6 +278,19 @@ def whole_numbers(given: Any, what: str) -> tuple[int, ...]:
         return tuple(operator.index(one) for one in numbers)
     except TypeError:
         raise PlanError(f"{what} {given!r} given: expected a whole number, or several, as [1, 5]") from None
+
+
+def _dimensions(given: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """Dimensions as whole numbers, given one by one or in one list; None for all of them.
+
+    Raises PlanError for anything else, such as a tensor: the value, where the function was not called.
+    """
+    if len(given) == 1 and isinstance(given[0], torch.Tensor):
+        raise PlanError(
+            "dim is a tensor: expected whole numbers; or this was not called: expected keep.mean(), with ()"
+        )
+    one_list = len(given) == 1 and isinstance(given[0], (list, tuple))
+    return whole_numbers(given[0] if one_list else given, "dim") or None
 
 
 def _is_one(given: Any) -> bool:

@@ -34,7 +34,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--label", action="append", default=[], metavar="NAME=KEY",
                         help="a column of labels from the batch, by key or place; may be repeated")  # fmt: skip
     parser.add_argument("--dtype", metavar="DTYPE", help="of the rows, such as bfloat16; else that of the model")
-    parser.add_argument("--top", type=int, metavar="K", help="keep the K largest numbers of each row, and their places")
+    parser.add_argument(
+        "--top", type=int, metavar="K", help="keep the K numbers of the largest magnitude of each row, and their places"
+    )
     parser.add_argument("--sample-norms", action="append", metavar="LAYER",
                         help="with --loss: norms of each sample's gradients; may be repeated")  # fmt: skip
     parser.add_argument("--nonfinite", choices=("count", "mark", "refuse"), default="count",

@@ -69,6 +69,9 @@ class RowLoader(IterableDataset[Any]):
 
         Raises PlanError for the state of a loader with other rows, another batch size, seed or number of processes.
         """
+        is_state = isinstance(state, Mapping) and isinstance(state.get("epoch"), int)
+        if not is_state or not isinstance(state.get("batches"), int):
+            raise PlanError(f"{state!r:.60} is no state of a loader: expected what its state_dict() gave")
         for name, here in self._described().items():
             if state.get(name, here) != here:
                 raise PlanError(

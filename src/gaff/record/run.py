@@ -328,11 +328,12 @@ def _find(names: dict[str, tuple[str, str]], site: str, path: Path, phase: str) 
     that is none."""
     if phase not in ("train", "eval"):
         raise RecordError(f"no phase {phase!r} in {path}: expected 'train' or 'eval'")
-    if site in names:
-        return names[site]
+    if not isinstance(site, str):
+        raise RecordError(f"{site!r} is no name of a site: expected a text, such as {next(iter(names), 'fc1')!r}")
     full = {_joined(*key): key for key in names.values()}
-    if site in full:
-        return full[site]
+    for one in (site, site.removesuffix(":output")):  # which is meant where no port is said
+        if one in names or one in full:
+            return names[one] if one in names else full[one]
     alike = [key for key in names.values() if key[1] == site]
     if len(alike) == 1:
         return alike[0]

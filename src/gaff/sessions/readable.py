@@ -123,7 +123,8 @@ class Readable(Mapping[str, Any]):
         """
         flat: list[Wanted] = []
         for one in addresses:
-            flat += [one] if isinstance(one, (str, Site, nn.Module)) else one
+            is_one = isinstance(one, (str, Site, nn.Module)) or not isinstance(one, Iterable)  # else it is refused
+            flat += [one] if is_one else one  # type: ignore[list-item, arg-type]
         return self._reading().stack(flat)
 
 

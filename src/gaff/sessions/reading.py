@@ -289,6 +289,8 @@ class Reading:
         why = "; the model was not called in this session yet" if not self.runs else ""
         if self.index is not None and self.runs is not None and self.index >= self.runs:
             why = f"; there were {self.runs} runs, from 0"
+        elif self.index is not None and self.index < 0:
+            why = "; runs are counted from 0, and not from the end"
         elif stream is not None and stream.evicted:
             why = f"; {stream.evicted} older events were let go (last=, evict=)"
         elif stream is not None and stream.inner:

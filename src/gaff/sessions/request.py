@@ -98,7 +98,7 @@ class Options:
         for name in ("clone", "reference", "graph", "check_finite"):
             need_truth(getattr(self, name), name)
         if self.last is not None and whole_number(self.last, 1) is None:
-            raise PlanError(f"last={self.last!r} keeps nothing: expected a number of events per site, 1 or more")
+            raise PlanError(f"last={self.last!r}: expected a whole number of events per site, 1 or more")
         object.__setattr__(self, "last", whole_number(self.last))
         if self.threads not in _THREADS:
             raise PlanError(f"threads={self.threads!r} is not known: expected one of {', '.join(map(repr, _THREADS))}")
@@ -162,7 +162,7 @@ def parse_bytes(size: int | str) -> int:
     """
     if not isinstance(size, str):
         if (given := whole_number(size, 1)) is None:
-            raise PlanError(f"budget={size!r} leaves no room: expected a positive number of bytes, or '4GB'")
+            raise PlanError(f"budget={size!r}: expected a whole number of bytes, 1 or more, or a text such as '4GB'")
         return given
     units = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 1024, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "B": 1}
     text = size.strip().upper()

@@ -91,6 +91,7 @@ class LimitedParameters:
         if name not in self.names:
             raise PlanError(
                 f"views={name!r} is no parameter of the optimizer: expected one of {', '.join(self.names[:8])}"
+                f"{'' if self.model is not None else '; with model= they have the names that they have there'}"
             )
         return self.all[self.names.index(name)]
 

@@ -144,9 +144,8 @@ class SampleNorms:
         if index is None and len(self.runs) == 1:
             [index] = self.runs
         if index is None or index not in self.runs:
-            raise SiteError(
-                f"{len(self.runs)} runs had a backward pass, {self.runs}: expected norms.run(number) of one"
-            )
+            told = f"{len(self.runs)} runs had a backward pass, {self.runs}: expected norms.run(number) of one"
+            raise SiteError(told if self.runs else "no run had a backward pass while this was open: there are no norms")
         if index in self._refused:
             raise ExactnessError(self._refused[index])
         if lacking := [name for name in self._left_out.get(index, ()) if name not in self._squares[index]]:

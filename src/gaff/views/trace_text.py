@@ -58,7 +58,7 @@ def _down_to(trace: Traced, depth: int | None) -> tuple[Sequence[CallRow], list[
     if depth is None:
         return trace.rows, []
     if (below := whole_number(depth, 0)) is None:
-        raise PlanError(f"depth={depth}: expected 0 for the model alone, or a number of levels below it")
+        raise PlanError(f"depth={depth!r}: expected 0 for the model alone, or a number of levels below it")
     deepest = below + min((row.depth for row in trace.rows), default=0)
     sizes = [(parse_site(one.site).path, one.elements) for one in trace.parameters]
     known: list[CallRow] = []

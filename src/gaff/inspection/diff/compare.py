@@ -46,7 +46,8 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None, pairs: Mapping[str, 
     is_number = tolerance is None or (isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool))
     if not is_number or (tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0)):
         raise PlanError(f"tolerance {tolerance!r}: expected a relative difference of 0 or more, such as 1e-5")
-    if pairs is not None and not isinstance(pairs, Mapping):
+    is_named = isinstance(pairs, Mapping) and all(isinstance(one, str) for both in pairs.items() for one in both)
+    if pairs is not None and not is_named:
         raise PlanError(f"pairs={pairs!r:.60}: expected a dict, such as {{'encoder': 'backbone'}}")
     (one, name), (other, other_name) = _read(a), _read(b)
     if name == other_name:

@@ -25,6 +25,7 @@ _NEAR = 64  # calls: how far rounding may have come where two calls are taken fo
 _LEAST = 1e-3  # of the median norm of gradients
 _NUMBERS = ("mean", "std", "min", "max")
 _GUESSED = ("class and shapes", "shape")  # what may be another thing after all
+_BY_HAND = "pairs"  # that were given
 _EXACT = 1e-3  # how far outputs may differ that no fault inside can have made
 
 
@@ -86,7 +87,7 @@ def _paired(a: Trace, b: Trace, renamed: Mapping[str, str]) -> Pairing[CallRow]:
     pairing = Pairing(a.rows, b.rows)
     paths = _paths(a), _paths(b)
     if renamed:
-        pairing.by_name(lambda row: row.site, renaming(renamed, paths))
+        pairing.by_name(lambda row: row.site, renaming(renamed, paths), _BY_HAND)
     weights = [_weights_of_calls(trace) for trace in (a, b)]
     is_shifted = _is_shifted(a, b, weights)
     if not is_shifted:
@@ -187,7 +188,8 @@ def _forwards(
     """The pairs in the order in which values were made, a row for each that can be compared, and how far they drifted.
 
     Guesses that part are left out where the whole models, or what they return, agree: such a pair is none. Where they
-    agree to a thousandth, nor is one of other layers at one address, as of those that were fused.
+    agree to a thousandth, nor is one of other layers at one address, as of those that were fused. What was paired by
+    hand stays a pair.
     """
     made = when_made(a)
     told, drift = [], Drift()
@@ -199,8 +201,13 @@ def _forwards(
     ends = told[-1][1] if told else []
     if ends and told[-1][0].how not in _GUESSED and all(row.state != "parted" for row in ends):
         is_exact = max(row.delta for row in ends) < _EXACT
-        told = [(pair, rows) for pair, rows in told if all(row.state != "parted" for row in rows) or not (
-                pair.how in _GUESSED or (is_exact and _is_elsewhere(a, b, pair, rows[0].tolerance)))]  # fmt: skip
+        told = [
+            (pair, rows)
+            for pair, rows in told
+            if all(row.state != "parted" for row in rows)
+            or pair.how == _BY_HAND
+            or not (pair.how in _GUESSED or (is_exact and _is_elsewhere(a, b, pair, rows[0].tolerance)))
+        ]
     return [pair for pair, _ in told], [row for _, rows in told for row in rows], drift
 
 

@@ -30,14 +30,18 @@ class Watch:
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
+        self._is_over = False
         watcher.open()
 
     def __enter__(self) -> Watch:
+        if self._is_over:
+            raise PlanError("this watch is over: expected a new gaff.watch(...), with another folder")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_over = True
         self._watcher.close(error)
 
     def remove(self) -> None:
@@ -45,6 +49,7 @@ class Watch:
 
         Waits until the looks taken so far are judged and written. May be called twice.
         """
+        self._is_over = True
         self._watcher.close()
 
     @property
