@@ -34,7 +34,7 @@ FLOORS = (
     ("errors", "version"),
 )
 MOST_LINES = 42_700
-MOST_OF_CORE = 14_900
+MOST_OF_CORE = 14_950
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 
