@@ -515,3 +515,77 @@ def test_a_trace_with_gradients_lets_the_model_go(options, fails):
     del model
     gc.collect()
     assert held() is None
+
+
+class TiedNet(nn.Module):
+    """An embedding whose table is the last layer's weight, too, and a layer that two parts share."""
+
+    def __init__(self):
+        super().__init__()
+        shared = nn.Linear(8, 8)
+        self.enc = nn.Sequential(nn.Embedding(50, 8), shared)
+        self.dec = nn.Sequential(shared, nn.Linear(8, 50))
+        self.dec[1].weight = self.enc[0].weight
+
+    def forward(self, x):
+        return self.dec(self.enc(x))
+
+
+def test_parameters_of_what_holds_others_are_its_own_wherever_they_are_used_too():
+    model, x = TiedNet(), torch.randint(0, 50, (2, 3))
+    for trace in (gaff.trace(model, x),):
+        lines = trace.table(depth=1).splitlines()
+        for name in ("enc", "dec"):
+            [line] = [one for one in lines if one.startswith(f"{name} ")]
+            assert str(sum(one.numel() for one in getattr(model, name).parameters())) in line.split()
+        assert f"{sum(one.numel() for one in model.parameters())} parameters" in lines[0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_total_holds_what_torchscript_holds():
+    model = nn.Sequential(nn.Linear(4, 3), torch.jit.script(nn.Linear(3, 2)))
+    assert "23 parameters" in gaff.trace(model, torch.ones(1, 4)).table()
+
+
+class Steps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            yield x
+
+
+class HasDecoder(nn.Module):
+    """Its forward is the encoder alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 2), nn.Linear(2, 4)
+
+    def forward(self, x):
+        return self.encoder(x)
+
+
+def test_what_a_run_leaves_to_others_is_told():
+    model, x = HasDecoder(), torch.randn(3, 4)
+    told = gaff.trace(model, x, backward=lambda z: model.decoder(z).square().mean())
+    assert "flops are those of the model's own run: calls that backward= makes are told without" in told.notes
+    assert not any("flops" in note for note in gaff.trace(model, x, backward=lambda z: z.square().mean()).notes)
+    [note] = gaff.trace(Steps(), x).notes
+    assert note.startswith("the model returned a generator")
+
+
+def test_a_convolution_without_a_formula_is_named():
+    class Tbc(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(3, 4, 5)), nn.Parameter(torch.zeros(5))
+
+        def forward(self, x):
+            return torch.conv_tbc(x, self.weight, self.bias)
+
+    [note] = gaff.trace(Tbc(), torch.randn(10, 2, 4)).notes
+    assert "torch has no formula for conv_tbc" in note

@@ -226,3 +226,30 @@ def test_infinities_of_both_signs_that_are_meant_are_looked_into_once():
             compiled(x).sum().backward()
             optimizer.step()
     assert len(guard.notes) == 1
+
+
+@pytest.mark.parametrize("limits", [{"norm": 0.05}, {"value": 1e-3}, {"norm": 0.05, "nonfinite": "skip"}])
+def test_a_compiled_step_is_clipped_and_never_compiled_again(limits):
+    def train(is_clipped, is_compiled):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        step = torch.compile(lambda: optimizer.step(), backend="eager") if is_compiled else optimizer.step
+        handle = gaff.clip_gradients(optimizer, model=model, **limits) if is_clipped else None
+        torch._dynamo.utils.counters.clear()
+        for at in range(10):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4, generator=torch.Generator().manual_seed(at))).square().mean().backward()
+            with torch.compiler.set_stance("fail_on_recompile" if is_compiled and at > 4 else "default"):
+                step()
+        if handle is not None:
+            assert handle.audit.steps == 10
+            handle.remove()
+        return model.weight, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    eager, _ = train(True, False)
+    compiled, graphs = train(True, True)
+    _, bare = train(False, True)
+    torch.testing.assert_close(eager, compiled)  # torch's compiled step rounds otherwise
+    assert graphs == bare

@@ -8,7 +8,7 @@ pass; no row holds one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gaff.address.grammar import ATTENTIONS, Site, parse_site
 from gaff.address.nested import Arguments, iter_tensors, shape_text
@@ -92,8 +93,12 @@ def trace_run(
         with counter or nullcontext():
             output = model(*args, **kwargs)
         used = used_leaves([tensor for _, tensor in iter_tensors(output)])
+        written += _unfinished(output)
+        of_forward = len(log.calls)
         if backward is not None:
             _run_backward(backward, output, log)
+        if has_flops and len(log.calls) > of_forward:
+            written.append("flops are those of the model's own run: calls that backward= makes are told without")
     if backward is not None:
         _check_gradients(log, parameters)
     facts = {
@@ -125,6 +130,14 @@ def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]
     if not value.shape[0] or not elements.is_readable(value):
         return ()
     return tuple(map(str, value[0].tolist()))
+
+
+def _unfinished(output: Any) -> list[str]:
+    """A note about a generator that the model has returned: its code runs when somebody goes through it."""
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else [output]
+    if not any(isinstance(one, Generator) for one in values):
+        return []
+    return ["the model returned a generator: what it calls when somebody goes through it is not of this run"]
 
 
 def _added(model: nn.Module, modules: list[tuple[str, nn.Module, Any]]) -> list[str]:
@@ -363,7 +376,8 @@ def _build(
 def _setting_of(path: str, module: nn.Module) -> ModuleSetting:
     """How a module was set; of a class of somebody else nobody knows what its code for ``print`` does."""
     is_own = type(module).__module__.startswith("torch.nn.")
-    return ModuleSetting(path, module.training, module.extra_repr() if is_own else "")
+    inside = sum(one.numel() for one in module.parameters() if not is_lazy(one))
+    return ModuleSetting(path, module.training, module.extra_repr() if is_own else "", inside)
 
 
 def _row(call: CallNotes, module: nn.Module, count: int) -> CallRow:

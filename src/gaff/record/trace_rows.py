@@ -96,11 +96,15 @@ class CallRow:
 
 @dataclass(frozen=True, slots=True)
 class ModuleSetting:
-    """How a module was set: its mode and, of one of torch's own, what ``print`` tells, such as ``(16,), eps=1e-05``."""
+    """How a module was set: its mode and, of one of torch's own, what ``print`` tells, such as ``(16,), eps=1e-05``.
+
+    ``parameters``: elements that it and all modules inside have, each parameter once; -1 where that was not written.
+    """
 
     path: str
     training: bool
     settings: str = ""
+    parameters: int = -1
 
     @property
     def mode(self) -> str:

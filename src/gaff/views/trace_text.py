@@ -61,12 +61,13 @@ def _down_to(trace: Traced, depth: int | None) -> tuple[Sequence[CallRow], list[
         raise PlanError(f"depth={depth!r}: expected 0 for the model alone, or a number of levels below it")
     deepest = below + min((row.depth for row in trace.rows), default=0)
     sizes = [(parse_site(one.site).path, one.elements) for one in trace.parameters]
+    told_of = {one.path: one.parameters for one in trace.modules if one.parameters >= 0}
     known: list[CallRow] = []
     for row, after in zip(trace.rows, [*trace.rows[1:], None], strict=True):
         if row.depth == deepest and after is not None and after.depth > deepest:
             inside = f"{row.path}." if row.path else ""
-            total = sum(elements for path, elements in sizes if path.startswith(inside))
-            known.append(replace(row, parameters=total))
+            total = sum(elements for path, elements in sizes if path.startswith(inside))  # in files of before
+            known.append(replace(row, parameters=told_of.get(row.path, total)))
         elif row.depth <= deepest:
             known.append(row)
     count = len(trace.rows) - len(known)
@@ -81,7 +82,8 @@ def summary(trace: Traced) -> str:
     """
     outermost = min((row.depth for row in trace.rows), default=0)
     top = [row for row in trace.rows if row.depth == outermost]
-    elements = sum(row.elements for row in trace.parameters)
+    whole = [one.parameters for one in trace.modules if not one.path and one.parameters >= 0]
+    elements = whole[0] if whole else sum(row.elements for row in trace.parameters)
     frozen = sum(row.elements for row in trace.parameters if not row.requires_grad)
     told = f" ({'all' if frozen == elements else count_text(frozen)} frozen)" if frozen else ""
     modes = {row.mode for row in trace.modules}

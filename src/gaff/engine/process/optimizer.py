@@ -130,8 +130,8 @@ class StepGuard:
         """Register the hooks on the optimizer; those that it has already are called before them."""
         _GUARDS.setdefault(self._optimizer, WeakSet()).add(self)
         self._handles.callback(self._restore)  # whatever an exception left
-        self._handles.callback(self._optimizer.register_step_pre_hook(self._pre).remove)
-        self._handles.callback(self._optimizer.register_step_post_hook(self._post).remove)
+        self._handles.callback(self._optimizer.register_step_pre_hook(never_traced(self._pre)).remove)
+        self._handles.callback(self._optimizer.register_step_post_hook(never_traced(self._post)).remove)
 
     def close(self) -> None:
         """Remove the hooks and put back whatever a step left undone. May be called twice."""
@@ -144,7 +144,7 @@ class StepGuard:
         A fused optimizer makes its state also in a skipped step, of SGD's momentum without ever writing to it. So its
         first step is skipped by way of the host.
         """
-        if not getattr(self._optimizer, "_step_supports_amp_scaling", False) or torch.compiler.is_compiling():
+        if not getattr(self._optimizer, "_step_supports_amp_scaling", False):
             return False
         state, groups = self._optimizer.state, self._optimizer.param_groups
         is_plain = isinstance(self._optimizer, torch.optim.SGD) and not any(group["momentum"] for group in groups)
