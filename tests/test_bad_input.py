@@ -103,3 +103,31 @@ def test_the_port_that_is_meant_where_none_is_said_may_be_said(tmp_path):
     assert len(record.series(":output", "rms")) == 3
     with pytest.raises(gaff.RecordError, match="None is no name of a site"):
         record.series(None, "rms")
+
+
+def test_a_patch_from_several_runs_says_which():
+    model = nn.Sequential(nn.Linear(4, 3))
+    with gaff.capture(model, "0") as got:
+        model(torch.ones(2, 4))
+        model(torch.zeros(2, 4))
+    with pytest.raises(gaff.PlanError, match=r"fired 2 times in what is patched from: expected patch\(..., run=0\)"):
+        with gaff.edit(model, {"0": gaff.edits.patch(got)}):
+            model(torch.ones(2, 4))
+    with gaff.edit(model, {"0": gaff.edits.patch(got, run=1)}):
+        assert torch.equal(model(torch.ones(2, 4)), model(torch.zeros(2, 4)))
+
+
+@pytest.mark.parametrize("path", [None, 5])
+def test_what_is_no_path(path):
+    model = nn.Sequential(nn.Linear(4, 3))
+    with pytest.raises(gaff.PlanError, match="is no path: expected the name of a file"):
+        gaff.trace(model, torch.ones(2, 4)).save(path)
+
+
+@pytest.mark.parametrize("index", ["0", 1.0, {"a": 1}])
+def test_what_is_no_row(tmp_path, index):
+    store = gaff.harvest(nn.Sequential(nn.Linear(4, 3)), [torch.ones(8, 4)], "0", out=tmp_path / "h", progress=False)
+    with pytest.raises(IndexError, match="expected"):
+        store["0"][index]
+    with pytest.raises(gaff.SiteError, match="is not in"):
+        store[[]]

@@ -237,7 +237,7 @@ def test_one_run_of_a_capture_is_a_source_as_the_capture_is():
     with gaff.capture(model, "first") as got:
         model(clean)
         y = model(other)
-    with pytest.raises(gaff.SiteError, match=r"say got\.run\(0\)"), gaff.edit(model, {"first": edits.patch(got)}):
+    with pytest.raises(gaff.PlanError, match="fired 2 times"), gaff.edit(model, {"first": edits.patch(got)}):
         model(corrupt)
     for source in (edits.patch(got.run(1)), edits.patch(got, run=1), edits.patch(got.run(1), run=1)):
         with gaff.edit(model, {"first": source}):

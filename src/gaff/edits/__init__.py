@@ -184,7 +184,8 @@ def project(directions: Tensor, *, keep: bool = False, dim: int = -1) -> Project
     """
     is_matrix = isinstance(directions, Tensor) and directions.dim() in (1, 2)
     is_known = is_matrix and elements.is_readable(directions)  # fake and meta tensors have no numbers
-    if not is_matrix or (is_known and not (directions.any() and directions.isfinite().all())):
+    known = directions.double() if is_known and directions.is_floating_point() else directions
+    if not is_matrix or (is_known and not (known.any() and known.isfinite().all())):
         raise PlanError(
             f"directions {directions!r} span nothing: expected a finite tensor [width] or [k, width], not all zero"
         )

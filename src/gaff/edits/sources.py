@@ -109,7 +109,13 @@ class Patch:
         if self.source is not None:
             wanted = parse_single(self.source)
             address = str(wanted if wanted.call is not None else replace(wanted, call=event.call))
-        found = self.values.run(self.run)[address]
+        runs = self.values.run(self.run)
+        if self.run is None and len(several := runs.all(address)) > 1:
+            raise PlanError(
+                f"{address!r} fired {len(several)} times in what is patched from: expected patch(..., run=0) for those "
+                "of one run, and an address with @call where it fired several times in it"
+            )
+        found = runs[address]
         if not isinstance(found, Tensor):
             raise PlanError(f"the capture holds a {type(found).__name__} at {address}: expected a tensor")
         return logical(found)

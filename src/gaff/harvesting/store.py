@@ -65,6 +65,8 @@ class Column:
         index = list(index) if isinstance(index, range) else index
         index = index.to_numpy().copy() if hasattr(index, "to_numpy") else index  # a column of a table, writable
         if not isinstance(index, list) and getattr(index, "shape", ()) == ():
+            if not hasattr(index, "__index__"):
+                raise IndexError(f"{index!r:.60}: expected a row, a slice of rows, or a list of them")
             return self._row(operator.index(index))
         try:
             found = torch.as_tensor(index, device="cpu")
@@ -191,9 +193,9 @@ class Store(Mapping[str, Column]):
 
     def __getitem__(self, site: str) -> Column:
         """The rows of a site. Raises SiteError for one that was not harvested."""
-        if site not in self._sites:
+        if not isinstance(site, str) or site not in self._sites:
             raise SiteError(
-                f"{site!r} is not in {str(self.place)!r}: expected one of {', '.join(self._sites) or 'none'}"
+                f"{site!r:.60} is not in {str(self.place)!r}: expected one of {', '.join(self._sites) or 'none'}"
             )
         return self._sites[site]
 

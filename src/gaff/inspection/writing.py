@@ -14,7 +14,10 @@ _FORMATS = {".csv", ".gif", ".htm", ".html", ".jpeg", ".jpg", ".json", ".md", ".
 
 
 def ending(path: str | PathLike[str], *known: str) -> str:
-    """How a name ends, as ``.json``, in lower case. Raises PlanError for a format that is not among the ``known``."""
+    """How a name ends, as ``.json``, in lower case. Raises PlanError for a format that is not among the ``known``,
+    and for what is no path."""
+    if not isinstance(path, (str, PathLike)):
+        raise PlanError(f"{path!r:.60} is no path: expected the name of a file")
     found = Path(path).suffix.lower()
     if found in _FORMATS and found not in known:
         choice = " or ".join(known)

@@ -246,6 +246,9 @@ def run_with_hooks(
     another activation, or None for the same. It is given a copy, and may write into that. Raises as ``run_with_cache``.
     """
     _need_known(model, args, kwargs)
+    pairs = fwd_hooks if isinstance(fwd_hooks, Sequence) and not isinstance(fwd_hooks, str) else None
+    if pairs is None or not all(isinstance(one, (tuple, list)) and len(one) == 2 and callable(one[1]) for one in pairs):
+        raise PlanError(f"fwd_hooks={fwd_hooks!r:.60}: expected pairs of a hook's name and a function")
     known = hook_names(model, args, kwargs)
     batch = _batch_of(args, kwargs)
     chosen = [(hook, function) for which, function in fwd_hooks for hook in _chosen(known, which)]
