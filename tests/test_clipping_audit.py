@@ -250,3 +250,43 @@ def test_an_optimizer_that_moves_its_weights_before_its_closure_cannot_skip():
         optimizer.step(closure)
     with gaff.clip_gradients(optimizer, norm=1.0):
         optimizer.step(closure)
+
+
+@pytest.mark.parametrize("kind", ["schedule", "max_norm", "added group", "learned rate", "modules in a group"])
+def test_what_a_closure_changes_is_the_users(kind):
+    """Steps with a closure, one of them skipped: the rate, the weights and the groups are those of the program."""
+
+    def train(is_clipped):
+        torch.manual_seed(0)
+        names = nn.Embedding(10, 4, max_norm=0.5 if kind == "max_norm" else None)
+        model = nn.Sequential(names, nn.Linear(4, 2))
+        rate = torch.tensor(-2.0, requires_grad=True).exp() if kind == "learned rate" else 0.5
+        optimizer = torch.optim.Adam(model[1].parameters(), 0.5)
+        optimizer.param_groups[0]["rate"] = rate
+        optimizer.param_groups[0]["layers"] = [model[1]]
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        handle = gaff.clip_gradients(optimizer, norm=1e6, nonfinite="skip") if is_clipped else None
+        for at in range(4):
+
+            def closure(at=at):
+                optimizer.zero_grad()
+                loss = model(torch.arange(10)).square().mean() * (math.nan if at == 2 else 1.0)
+                loss.backward()
+                if kind == "schedule":
+                    schedule.step()
+                if kind == "added group" and at == 0:
+                    optimizer.add_param_group({"params": [names.weight]})
+                return loss
+
+            if not is_clipped and at == 2:
+                with torch.enable_grad():
+                    closure()
+                continue
+            optimizer.step(closure)
+        assert optimizer.param_groups[0]["layers"][0] is model[1]
+        return model[1].weight, optimizer.param_groups[0]["lr"], len(optimizer.param_groups), handle
+
+    bare, clipped = train(False), train(True)
+    assert clipped[3].audit.skipped == 1
+    assert torch.equal(bare[0], clipped[0])
+    assert bare[1:3] == clipped[1:3]

@@ -415,3 +415,17 @@ def test_a_spot_for_captum_takes_a_standard_name_of_fused_attention():
     with torch.no_grad(), spot.layer.register_forward_hook(lambda module, given, output: seen.append(output)):
         torch.testing.assert_close(spot(ids).logits, expected)
     torch.testing.assert_close(seen[0], got["names:attn.pattern.1"])
+
+
+def test_heads_of_keys_are_as_wide_as_those_of_queries():
+    """Where nothing known tells how many there are, such as ``num_groups``."""
+    model = Wrapped(llama())
+    for module in model.inner.model.layers.modules():
+        for name in ("head_dim", "config"):
+            vars(module).pop(name, None)
+    for block in model.inner.model.layers:
+        block.self_attn.num_heads = 4
+    width = model.inner.model.layers[1].self_attn.k_proj.weight.shape[0]
+    assert width == 16
+    assert _by_head(model, "attn.q.1", torch.ones(1, 3, 32)).shape == (1, 3, 4, 8)
+    assert _by_head(model, "attn.k.1", torch.ones(1, 3, width)).shape == (1, 3, 2, 8)

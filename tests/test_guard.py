@@ -578,3 +578,21 @@ def test_a_nan_is_told_where_an_optimizer_steps_within_backward(way):
     with gaff.guard(model, action="warn") as guard, pytest.warns(UserWarning, match="gaff: "):
         model(x).sum().backward()
     assert guard.reports[0].site == ":input" or guard.reports[0].direction == "before", guard.reports[0]
+
+
+class Logarithm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu().log())
+
+
+def test_an_op_is_named_though_the_optimizer_steps_within_backward():
+    torch.manual_seed(0)
+    model = Logarithm()
+    in_backward(model, "hooks")
+    with gaff.guard(model, action="warn") as guard, pytest.warns(UserWarning, match="log of 0"):
+        model(torch.randn(16, 4)).square().mean().backward()
+    assert guard.reports[0].site.startswith("/log"), guard.reports[0]

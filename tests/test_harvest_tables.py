@@ -157,3 +157,31 @@ def test_rows_are_asked_for_by_columns_of_tables_and_nothing_else(tmp_path):
             column[index]
     with pytest.raises(IndexError, match="no second index"):
         column[torch.tensor(True)]
+
+
+class Scaling(DataLoader):
+    """A loader that changes what it gives, as loaders of graphs and of streams do."""
+
+    def _get_iterator(self):
+        return ([2 * one for one in batch] for batch in super()._get_iterator())
+
+
+def test_a_loader_that_changes_its_batches_is_gone_through_as_it_is(tmp_path):
+    x = torch.arange(12.0).reshape(6, 2)
+    store = gaff.harvest(nn.Identity(), Scaling(TensorDataset(x), 2), ":output", out=tmp_path / "h",
+                         inputs=lambda batch: batch[0], progress=False)  # fmt: skip
+    assert torch.equal(store[":output"][:], 2 * x)
+
+
+class ByNumber:
+    """Batches that are asked for by their number."""
+
+    def __getitem__(self, at):
+        if at == 3:
+            raise IndexError
+        return torch.full((2, 4), float(at))
+
+
+def test_features_of_batches_by_number():
+    found = gaff.take(nn.Sequential(nn.Identity()), "0").over(ByNumber(), progress=False)
+    assert found["0"][:, 0].tolist() == [0, 0, 1, 1, 2, 2]

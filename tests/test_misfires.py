@@ -436,23 +436,6 @@ def test_likelihoods_of_a_normal_distribution_that_broadcast_are_told(tmp_path, 
         assert record.verdict.name == "broadcast"
 
 
-def test_a_loss_with_a_margin_begins_above_guessing(tmp_path):
-    """As of ArcFace: cosines times 30, less a margin at the right class."""
-    torch.manual_seed(0)
-    inputs, labels = digits()
-    body, centres = nn.Linear(64, 32), nn.Parameter(torch.randn(10, 32))
-    model = nn.ModuleDict({"body": body, "head": nn.ParameterList([centres])})
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    with gaff.watch(body, optimizer, out=tmp_path / "run", every=1):
-        for _ in range(250):
-            optimizer.zero_grad()
-            cosines = F.normalize(body(inputs)) @ F.normalize(centres).T
-            F.cross_entropy(30 * (cosines - 0.35 * F.one_hot(labels, 10)), labels).backward()
-            optimizer.step()
-    record = gaff.load(tmp_path / "run")
-    assert record.verdict.name != "initial_loss", record.verdict
-
-
 def test_a_mode_that_turns_between_looks_is_told(tmp_path):
     """An evaluation after the densest looks are over, and no ``model.train()`` behind it."""
     torch.manual_seed(0)
@@ -471,3 +454,58 @@ def test_a_mode_that_turns_between_looks_is_told(tmp_path):
     record = gaff.load(tmp_path / "run")
     [found] = [one for one in record.findings if one.rule == "eval_mode_in_training"]
     assert found.since <= 64
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_all_against_all_on_purpose_is_no_broadcast(tmp_path, is_alone):
+    """An energy distance, and an error with a term that keeps outputs apart."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(20):
+            x = torch.randn(32, 8)
+            optimizer.zero_grad()
+            p, y = model(x), x[:, 0]
+            if is_alone:
+                s = p[:, 0]
+                loss = 2 * (s[:, None] - y[None]).abs().mean() - (s[:, None] - s[None]).abs().mean()
+            else:
+                loss = (p[:, 0] - y).square().mean() - 0.01 * (p - p.detach().T).abs().mean()
+            loss.backward()
+            optimizer.step()
+    assert "broadcast" not in {one.rule for one in gaff.load(tmp_path / "run").findings}
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(16, 3, 3, padding=1)),
+    lambda: nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1)),
+])  # fmt: skip
+def test_layers_behind_one_another_that_begin_alike_are_told(tmp_path, make):
+    model = make()
+    for one in model.parameters():
+        nn.init.constant_(one, 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    x = torch.randn(4, 3, 8, 8) if isinstance(model[0], nn.Conv2d) else torch.randn(16, 3)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(10):
+            optimizer.zero_grad()
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+    assert "symmetric_units" in {one.rule for one in gaff.load(tmp_path / "run").findings}
+
+
+@pytest.mark.parametrize("idle", [None, 4])
+def test_weights_that_are_written_back_are_told_though_some_steps_change_nothing(tmp_path, idle):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    kept = {name: one.clone() for name, one in model.state_dict().items()}
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for at in range(40):
+            x = torch.randn(16, 8)
+            optimizer.zero_grad()
+            ((model(x) - x[:, :1]).square().mean() * (0.0 if idle and at % idle == 0 else 1.0)).backward()
+            optimizer.step()
+            model.load_state_dict(kept)
+    assert "written_back" in {one.rule for one in gaff.load(tmp_path / "run").findings}

@@ -589,3 +589,19 @@ def test_a_convolution_without_a_formula_is_named():
 
     [note] = gaff.trace(Tbc(), torch.randn(10, 2, 4)).notes
     assert "torch has no formula for conv_tbc" in note
+
+
+def test_a_module_whose_parameters_are_something_else():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def parameters(self, x=None, recurse=True):
+            return super().parameters(recurse) if x is None else self.layer(x)
+
+        def forward(self, x):
+            return self.parameters(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Head())
+    assert "30 parameters" in gaff.trace(model, torch.ones(1, 4)).table()

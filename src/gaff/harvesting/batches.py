@@ -91,8 +91,7 @@ def source_of(data: Any, prepare: Prepare) -> BatchSource:
     """The source for what a user gives as data. Raises PlanError for what is none."""
     if isinstance(data, (Mapping, Tensor)) or hasattr(data, "keys"):  # one batch
         data = [data]
-    is_plain = isinstance(data, DataLoader) and type(data).__iter__ is DataLoader.__iter__
-    if is_plain and not isinstance(data.dataset, IterableDataset) and data.batch_sampler is not None:
+    if _is_plain(data) and not isinstance(data.dataset, IterableDataset) and data.batch_sampler is not None:
         return LoaderSource(data, prepare)
     if not isinstance(data, Iterable):
         raise PlanError(
@@ -101,6 +100,17 @@ def source_of(data: Any, prepare: Prepare) -> BatchSource:
         )
     _warn_of_order(data)
     return IterableSource(data, prepare)
+
+
+def _is_plain(data: Any) -> bool:
+    """Whether data is a ``DataLoader`` that gives its batches as torch's own does: a class that changes how may not."""
+    if not isinstance(data, DataLoader):
+        return False
+    own = [kind for kind in type(data).__mro__ if issubclass(kind, DataLoader) and kind is not DataLoader]
+    return not any(name in vars(DataLoader) for kind in own for name in vars(kind) if name not in _HARMLESS)
+
+
+_HARMLESS = {*vars(type("Empty", (DataLoader,), {})), "__init__", "__len__"}
 
 
 def _warn_of_order(data: Any) -> None:

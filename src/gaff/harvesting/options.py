@@ -131,19 +131,24 @@ def _told(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float, dict)):
         return value
     if isinstance(value, partial):
-        return f"partial({_told(value.func)}, {_inside(value.args)!r}, {_inside(value.keywords)!r})"
+        return f"partial({_told(value.func)}, {_inside(value.args)}, {_inside(value.keywords)})"
     name = getattr(value, "__qualname__", None)
     if name is None and " at 0x" in repr(value):  # an address of memory, which is another each time
         name = f"{type(value).__qualname__}()"
     return f"{value.__module__}.{name}" if name is not None else f"{value!r}"
 
 
-def _inside(value: Any) -> Any:
-    """What a partial was given, with texts for functions and objects at any depth, and sets in the order of theirs."""
-    if isinstance(value, dict):
-        return {name: _inside(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_inside, value)) if type(value) in (list, tuple) else _told(value)
-    if isinstance(value, (set, frozenset)):
-        return sorted(repr(_inside(one)) for one in value)
-    return value if isinstance(value, (bool, bytes, complex)) else _told(value)
+def _inside(value: Any) -> str:
+    """What a partial was given, as ``repr`` has it, but functions and objects at any depth by their names, and sets in
+    order."""
+    kind = type(value)
+    if kind is dict:
+        return f"{{{', '.join(f'{name!r}: {_inside(one)}' for name, one in value.items())}}}"
+    if kind is list:
+        return f"[{', '.join(map(_inside, value))}]"
+    if kind is tuple:
+        return f"({', '.join(map(_inside, value))}{',' if len(value) == 1 else ''})"
+    if kind in (set, frozenset) and value:
+        return f"{{{', '.join(sorted(map(_inside, value)))}}}"
+    is_named = isinstance(value, partial) or callable(value) or " at 0x" in repr(value)
+    return str(_told(value)) if is_named else repr(value)

@@ -44,7 +44,8 @@ def table_loader(table: Any, batch: int, model: nn.Module) -> DataLoader[Any]:
         raise PlanError(f"data is a {type(table).__name__}, which is streamed: expected one with a length, or batches")
     has_transform = table.format["type"] == "custom"  # what set_transform makes of samples is what there is
     columns = table.column_names if table.format.get("output_all_columns") else table.format["columns"]
-    table = table if has_transform else table.with_format(None, columns=columns)
+    if not has_transform:  # a format of all columns is none: the data set stays the one that it was
+        table = table.with_format(None, **({} if columns == table.column_names else {"columns": columns}))
     columns = list(table[0]) if has_transform and len(table) else columns
     if _TOKENS not in columns:
         raise PlanError(

@@ -376,7 +376,7 @@ def _build(
 def _setting_of(path: str, module: nn.Module) -> ModuleSetting:
     """How a module was set; of a class of somebody else nobody knows what its code for ``print`` does."""
     is_own = type(module).__module__.startswith("torch.nn.")
-    inside = sum(one.numel() for one in module.parameters() if not is_lazy(one))
+    inside = sum(one.numel() for one in nn.Module.parameters(module) if not is_lazy(one))
     return ModuleSetting(path, module.training, module.extra_repr() if is_own else "", inside)
 
 

@@ -60,7 +60,7 @@ _BY_HEAD = ("attn.q", "attn.k", "attn.v", "attn.z")
 _HEAD_WIDTHS = {"attn.q": ("qk_head_dim",), "attn.k": ("qk_head_dim",), "attn.v": ("v_head_dim",),
                 "attn.z": ("v_head_dim",)}  # fmt: skip
 _HEAD_WIDTH = ("head_dim", "attention_head_size", "attn_head_size", "head_size", "key_value_proj_dim", "d_kv")
-_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "n_query_groups")
 _COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "heads")
 
 
@@ -339,8 +339,12 @@ def _by_head(model: nn.Module, name: str, value: Tensor) -> Tensor:
     if not kind or value.dim() != 3:
         return value
     modules = by_path(model)
-    path = standard_names(modules)[name].path
+    names = standard_names(modules)
+    path = names[name].path
     heads = _heads(modules, path, kind, value.shape[-1])
+    query = names.get(f"{name.rpartition(kind)[0]}attn.q.{name.rpartition('.')[2]}")
+    if heads is not None and kind in ("attn.k", "attn.v") and query is not None:
+        heads = _of_keys(modules, query.path, heads, value.shape[-1])
     if heads is None:
         raise PlanError(
             f"{name}: nothing in {path.rpartition('.')[0] or 'the model'} tells how many heads share the "
@@ -348,6 +352,20 @@ def _by_head(model: nn.Module, name: str, value: Tensor) -> Tensor:
         )
     split: Tensor = value.unflatten(-1, (heads, -1))
     return split
+
+
+def _of_keys(modules: Mapping[str, nn.Module], query: str, heads: int, width: int) -> int | None:
+    """The number of heads of keys, where all that is known is that of queries: each has the width of one of these.
+
+    ``query``: the path of the layer that makes queries, where there is one; ``width``: the features of all keys.
+    """
+    weight = getattr(modules.get(query), "weight", None)
+    made = len(weight) if isinstance(weight, Tensor) and weight.dim() == 2 else 0
+    queries = _heads(modules, query, "attn.q", made) if made else None
+    if queries is None or heads != queries or made == width:
+        return heads
+    size = made // queries
+    return width // size if width % size == 0 else None
 
 
 def _heads(modules: Mapping[str, nn.Module], path: str, kind: str, width: int) -> int | None:

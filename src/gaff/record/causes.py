@@ -72,8 +72,6 @@ def claims(case: RunCase) -> list[Claim]:
         case = case.without("saturated").without("vanishing").without("sparse_gradient")
     if case.loss is not None and 0 < case.loss[1].last < 0.2 * case.loss[1].first:  # what cannot be, had it been so
         case = case.without("written_back")
-    if case.loss is not None and case.loss[1].last < 0.5 * case.guess.get(case.loss[0], 0.0):  # margins are meant
-        case = case.without("initial_loss")
     if case.has_settled:  # updates that are nothing any more are what the schedule wants
         case = case.without("never_updated").without("update_small")
     if case.optimizers > 1 and not case.evaluated.losses:

@@ -194,7 +194,7 @@ class Take(nn.Module):
         """
         if inputs is not None and not callable(inputs):
             raise PlanError(f"inputs={inputs!r} cannot be called: expected a function from a batch to arguments")
-        if isinstance(loader, Tensor) or not isinstance(loader, Iterable):
+        if isinstance(loader, Tensor) or not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
             kind = type(loader).__name__
             raise PlanError(f"a {kind} was given for a loader: expected batches, such as a DataLoader or [batch]")
         torch.empty(0, device=to)  # an error of torch's before the model runs, and not after

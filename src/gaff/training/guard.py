@@ -173,11 +173,15 @@ class Guard(Unopened):
     def _must_stop(self, optimizer: Any) -> bool:
         """Of an optimizer that steps within a backward pass: whether its gradients must not be used.
 
-        All else waits for the end of the pass: to run a batch again now would write to what the rest of it needs.
+        All else waits for the end of the pass where to run a batch again now would write to buffers that the rest of
+        the pass needs; then the step has spoilt the parameters, and what spoilt the gradients is not known any more.
         """
         is_bad = any(map(has_nonfinite, _gradients(optimizer)))
         is_alone = distributed.replicas_of(self._replicated) is None and not self._search.meshes
-        if is_bad and is_alone and self._action == "raise":
+        writes = any(True for _ in self._model.buffers()) or any(
+            getattr(one, "max_norm", 0) for one in self._model.modules()
+        )
+        if is_alone and (not writes or (is_bad and self._action == "raise")):
             return True
         if self._waiting is None:
             at_backward_end(self._pass_over)

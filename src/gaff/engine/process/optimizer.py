@@ -10,7 +10,6 @@ A step that calls ``super().step()`` runs the hooks once more inside: all of thi
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +29,7 @@ from gaff.compat.compiler import never_traced, uncompiled
 from gaff.compat.modes import frames_from
 from gaff.engine.gradients.sharded import ShardedGradient
 from gaff.engine.gradients.tensor_hooks import on_gradient, take_turn
+from gaff.engine.process.group_counts import GroupCounts, counted
 
 _GUARDS: WeakKeyDictionary[Any, WeakSet[StepGuard]] = WeakKeyDictionary()  # open ones, by optimizer
 _TELLS: WeakSet[Any] = WeakSet()  # optimizers whose ``found_inf`` is a guard's, during a step
@@ -121,7 +121,7 @@ class StepGuard:
         self._handles = ExitStack()
         self._dropped: list[tuple[Tensor, Tensor]] = []  # parameters and gradients kept from a skipped step
         self._found: Any = None  # the optimizer's own ``found_inf``, while ours is in its place
-        self._groups: list[dict[str, Any]] = []  # settings and counts as a step with a closure met them
+        self._counts = GroupCounts(optimizer)
         self._versions: list[int] = []  # of the parameters, likewise
         self.has_skipped = False  # the last step
         self.has_moved = False  # some step has changed parameters before it evaluated its closure
@@ -171,9 +171,9 @@ class StepGuard:
         self._restore()
         self.has_skipped = False
         self._began()
-        wrapped = _after_closure(args, kwargs, self._ask)
+        wrapped = _around_closure(args, kwargs, self._enter, self._ask)
         if wrapped is not None:
-            self._groups = [_without_parameters(group) for group in optimizer.param_groups]
+            self._counts.begin()
             self._versions = [memory.version_of(one) for one in self.parameters()]
             return wrapped
         self._unscale()
@@ -189,25 +189,10 @@ class StepGuard:
         """After the step: put back what was taken away, then tell ``after``."""
         if not is_nested_step(optimizer):
             if self.has_skipped:
-                self._put_back()
-            self._groups = []
+                self._counts.put_back()
+            self._counts.forget()
             self._restore()
             self._after()
-
-    def _put_back(self) -> None:
-        """Give the optimizer's groups the settings and counts that they had before a step with a closure.
-
-        Many count their steps there, also where no parameter has a gradient.
-        """
-        for group, known in zip(self._optimizer.param_groups, self._groups, strict=False):
-            for name in group.keys() - known.keys() - {"params"}:  # as a count that the first step makes
-                del group[name]
-            for name, value in known.items():
-                now = group.get(name)
-                if isinstance(now, Tensor) and isinstance(value, Tensor) and now.shape == value.shape:
-                    now.copy_(value)
-                else:
-                    group[name] = value
 
     def _restore(self) -> None:
         """Put the optimizer's own ``found_inf`` and the gradients of a skipped step back where they were."""
@@ -224,10 +209,15 @@ class StepGuard:
                 parameter.grad = gradient
         self._dropped.clear()
 
+    def _enter(self) -> None:
+        """The closure is about to be evaluated; what the optimizer has changed before is no change of the user's."""
+        self.has_moved |= self._versions != [memory.version_of(one) for one in self.parameters()]
+        self._counts.enter()
+
     def _ask(self) -> None:
         """Ask ``before`` after an evaluation of the closure; a step that is to be skipped finds no gradients."""
-        self.has_moved |= self._versions != [memory.version_of(one) for one in self.parameters()]
         if self._before():
+            self._counts.left()
             self._drop()
 
     def _drop(self) -> None:
@@ -377,15 +367,9 @@ def _stand_in(optimizer: Any) -> Any:
     """
     stand_in = object.__new__(type(optimizer))
     stand_in.__dict__.update(optimizer.__dict__)
-    stand_in.param_groups = [{**_without_parameters(group), "params": []} for group in optimizer.param_groups]
+    stand_in.param_groups = [{**group, **counted(group), "params": []} for group in optimizer.param_groups]
     stand_in.state = defaultdict(dict)
     return stand_in
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a group, and what it counts: copies of tensors and containers, that may be written to."""
-    return {name: copy.deepcopy(value) if isinstance(value, (Tensor, list, dict)) else value
-            for name, value in group.items() if name != "params"}  # fmt: skip
 
 
 class Ownership:
@@ -474,19 +458,26 @@ class StepWatch:
             self._skipped()
         if is_inner_step(optimizer) or is_overflow or (self._owned is not None and not self._owned.has(optimizer)):
             return None
-        wrapped = _after_closure(args, kwargs, partial(self._before, optimizer))  # gradients come from it
+        then = partial(self._before, optimizer)  # gradients come from it
+        wrapped = _around_closure(args, kwargs, lambda: None, then)
         if wrapped is None:
             self._before(optimizer)
         return wrapped
 
 
-def _after_closure(args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None]) -> Any:
-    """What a step is called with so that ``then()`` follows each evaluation of its closure; None where it has none."""
+def _around_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], first: Callable[[], None], then: Callable[[], None]
+) -> Any:
+    """What a step is called with so that ``first()`` comes before each evaluation of its closure, and ``then()`` after.
+
+    None where it has none.
+    """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return None
 
     def evaluate() -> Any:
+        first()
         loss = closure()
         then()
         return loss

@@ -12,6 +12,7 @@ from gaff.record.trace_rows import CallRow, ParameterRow
 LITTLE = 2.0**-60  # a difference too small to be told
 _OFTEN = 8.0  # roundings that an op may add up to: chosen, as in backward error bounds that hold in the mean
 _SUMMED = 32.0  # the same of types whose sums are kept in themselves, not in a finer one: another order, another sum
+_OF_WEIGHTS = 1e-3
 _HALF = 2.0**-13  # between the unit roundoff of float16 and that of float32
 _KINKED = ("relu", "maxpool", "max_pool", "hard", "clamp", "clip", "abs", "threshold")
 _WHOLE = ("int", "uint", "bool")  # beginnings of the names of types
@@ -66,20 +67,24 @@ def allowance(tolerance: float | None, drift: Drift, *rows: CallRow | ParameterR
     return max((_OFTEN if roundoff > _HALF else _SUMMED) * roundoff * drift.steps, flips)
 
 
-def sums_over(drift: Drift, shape: str, gradient: str) -> float:
-    """How many times the norm of the gradient that came a parameter's gradient can be, of inputs of size 1.
+def in_sums(allowed: float, drift: Drift, shape: str, gradient: str, came: float, size: float) -> float:
+    """The relative difference that rounding explains of a parameter's gradient of norm ``size``.
 
-    Shapes as texts, of the parameter and of what came. At each of the places that a module is applied at, n of them, m
-    elements of a row of its weight are multiplied by inputs, and the products summed up over all places. An error that
-    places share, as batch norm makes, adds up to sqrt(n m) of its norm at most (Cauchy and Schwarz); twice that is
-    chosen, for inputs are larger than 1, too. 1 of half precision, whose own rounding is larger.
+    ``came``: the norm of the gradient that came to its module. Shapes as texts, of the parameter and of what came. At
+    each of the places that a module is applied at, n of them, m elements of a row of its weight are multiplied by
+    inputs, and the products summed up over all places. An error that places share, as batch norm makes, adds up to
+    sqrt(n m) of its norm at most (Cauchy and Schwarz); twice that is chosen, for inputs are larger than 1, too. Of
+    weights no more than a thousandth: their sums do not cancel as that of a bias before a norm does. ``allowed`` as it
+    is of half precision, whose own rounding is larger.
     """
-    if drift.roundoff > _HALF:
-        return 1.0
-    whole, rows, came = (elements_of(text) for text in (shape, shape.partition("x")[0], gradient))
-    if isinstance(whole, str) or isinstance(rows, str) or isinstance(came, str) or not rows[0]:
-        return 1.0
-    return 2.0 * math.sqrt(max(1.0, sum(came) / rows[0] * (whole[0] / rows[0])))
+    whole, rows, elements = (elements_of(text) for text in (shape, shape.partition("x")[0], gradient))
+    if isinstance(whole, str) or isinstance(rows, str) or isinstance(elements, str):
+        return allowed
+    if drift.roundoff > _HALF or not rows[0] or not size:
+        return allowed
+    most = 2.0 * came * math.sqrt(max(1.0, sum(elements) / rows[0] * (whole[0] / rows[0])))
+    wide = allowed * most / size
+    return max(allowed, min(wide, _OF_WEIGHTS) if "x" in shape else wide)
 
 
 def has_kinks(rows: Sequence[CallRow]) -> bool:

@@ -197,11 +197,12 @@ def _without_gradients(left: list[Line], other: Record, told: tuple[str, str], l
     ``left``: lines of one run without a partner; ``told``: of A and of B; ``looked``: the training steps of both.
     """
     models = [model.get("weights") for _, model in other.events("model", other.ranks[0])]
-    parameters = tuple(str(weight[0]) for weights in models if isinstance(weights, list) for weight in weights)
+    parameters = {str(weight[0]) for weights in models if isinstance(weights, list) for weight in weights}
     rows = []
     for line in left:
         steps = sorted({int(step) for step in line.steps} & looked)
-        is_known = line.name.removesuffix(f":{line.port}").endswith(parameters)
+        name = line.name.removesuffix(f":{line.port}")  # with the name of its model before it, where these are several
+        is_known = name in parameters or name.partition(".")[2] in parameters
         if line.phase == "train" and line.port in ("grad", "update") and is_known and steps:
             place = line.name, line.name, "parameter"
             rows.append(DiffRow(*place, "parted", math.inf, 0.0, "presence", *told, step=steps[0]))

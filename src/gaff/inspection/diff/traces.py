@@ -17,7 +17,7 @@ from gaff.inspection.diff.difference import Difference, DiffRow, elements_of, is
 from gaff.inspection.diff.order import has_no_calls, when_made
 from gaff.inspection.diff.pairs import Pair, Pairing, is_in_lists, moves, renaming
 from gaff.inspection.diff.remarks import notes_of
-from gaff.inspection.diff.rounding import LITTLE, Drift, allowance, has_kinks, sums_over
+from gaff.inspection.diff.rounding import LITTLE, Drift, allowance, has_kinks, in_sums
 from gaff.inspection.trace import Trace
 from gaff.record.trace_rows import CallRow, Gradient, ParameterRow
 
@@ -69,7 +69,7 @@ def part_traces(
             rows += found
             came = _middle(gradients)
             largest = max(largest, came) if tolerance is None else 0.0  # who gives one means it of each value
-            shape = one.grad_output.shape if one.grad_output is not None and tolerance is None else ""
+            shape = one.grad_output.shape if one.grad_output is not None else ""
             reach[parse_site(one.site).path] = _Reach(largest, came, shape)
         rows += _parameters(a, b, parameters, tolerance, drift, reach)
     notes = notes_of(a, b, pairs, parameters, rows)
@@ -395,6 +395,7 @@ def _parameters(
         came = reach.get(_owner(one), whole)
         left = came.largest / drift.steps if drift.calls else 0.0
         left = max(least, left, _middle([one.grad, other.grad]) * left / came.came if came.came else 0.0)
-        left = max(left, came.came * sums_over(drift, one.shape, came.shape) if drift.calls else 0.0)
+        if drift.calls and tolerance is None:
+            allowed = in_sums(allowed, drift, one.shape, came.shape, came.came, _middle([one.grad, other.grad]))
         rows += _backward((sites[0], sites[1]), (one.grad, other.grad), "parameter", pair.how, allowed, left)
     return rows

@@ -295,7 +295,12 @@ def written_back(sample: Sample, past: Past) -> Iterator[Hit]:
     begins, as of all of the last eight such steps, in a run with one optimizer, and no loss has fallen by a tenth:
     inner loops that begin anew on purpose go on learning. Certain."""
     found = sample.facts.get("kept") if sample.facts.get("optimizers", 1) == 1 else None
-    if found and found["most"] < _KEPT and not any(has_fallen(past, name) for name in past.losses):
+    if (
+        found
+        and found["share"] < _KEPT
+        and found["most"] < _KEPT
+        and not any(has_fallen(past, name) for name in past.losses)
+    ):
         told = f"{max(0.0, found['share']):.2g} of what a step of {found['optimizer']} has changed is there at the next"
         yield Hit(("", ""), f"{told}: weights are written back in between", kept=found["share"])
 

@@ -129,13 +129,14 @@ def symmetric_units(sample: Sample, past: Past) -> Iterator[Hit]:
 
 def _may_be_chained(weights: list[Parameter]) -> bool:
     """Whether what one layer returns may be what another one is given; true where that cannot be told."""
-    shapes = [one.shape for one in weights if one.kind == "weight" and len(one.shape) > 1]
-    fits = any(
-        shape[1] == other[0] or (other[0] > 1 and shape[1] % other[0] == 0)
-        for at, shape in enumerate(shapes)
-        for other in shapes[:at] + shapes[at + 1 :]
+    shapes = [one.shape for one in weights if one.kind == "weight" and len(one.shape) == 2]
+    if len(shapes) < len(weights) or len({inputs for _, inputs in shapes}) > 1:
+        return True
+    return any(
+        inputs % max(2, units) == 0 or units % inputs == 0  # a number of them, as the gates of a recurrent layer
+        for at, (_, inputs) in enumerate(shapes)
+        for units, _ in shapes[:at] + shapes[at + 1 :]
     )
-    return fits or len(shapes) < len(weights)
 
 
 @rule(

@@ -102,7 +102,9 @@ class EvaluationCalls:
             total, count = self._sums.get(name, (0.0, 0))
             value = output.detach().to(elements.wide_type(output))
             targets, is_sum = _targets(name, args, kwargs)
-            self._sums[name] = total + (value if is_sum else value * targets), count + targets
+            if not is_sum:
+                value = value * targets if isinstance(targets, int) else torch.where(targets > 0, value * targets, 0.0)
+            self._sums[name] = total + value, count + targets
             scores = args[0] if args else kwargs.get("input")
             if name in OVER_CLASSES and isinstance(scores, Tensor) and scores.dim():
                 self._among[name] = scores.shape[1 if scores.dim() > 1 else 0]
@@ -122,5 +124,5 @@ def _targets(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if not isinstance(target, Tensor) or not target.numel():
         return 1, False
     if name in OVER_CLASSES and not target.is_floating_point():
-        return (target != given.get("ignore_index", -100)).sum().clamp(min=1), is_sum
+        return (target != given.get("ignore_index", -100)).sum(), is_sum
     return target.numel(), is_sum

@@ -317,9 +317,10 @@ def _spread(chain: list[Any], *, is_meant_by: tuple[str, ...] = ()) -> dict[str,
         kind = name_of(node)
         if reduced == 1 and kind in _BY_HAND[2] and (told := _squared(node, is_meant_by if is_first else _ALONE)):
             return told
-        if is_view(kind) or kind in (*_REDUCED, *_ONE_BY_ONE, *_BY_HAND[2]):
-            behind = [one for one, _ in node.next_functions if one is not None]
-            waiting += [(one, reduced + (kind in _REDUCED), is_first and not at) for at, one in enumerate(behind)][::-1]
+        behind = [one for one, _ in node.next_functions if one is not None]
+        if is_view(kind) or kind in (*_REDUCED, *_ONE_BY_ONE) or (reduced and kind in _BY_HAND[2]):
+            inner = behind if reduced else behind[:1]  # of terms that are added up later each is asked by itself
+            waiting += [(one, reduced + (kind in _REDUCED), is_first and not at) for at, one in enumerate(inner)][::-1]
     return None
 
 

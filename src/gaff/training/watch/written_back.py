@@ -46,7 +46,8 @@ class WrittenBack:
                 value, before, change = (torch.cat(several).double() for several in zip(*known, strict=True))
                 share = torch.dot(value - before, change) / torch.dot(change, change)
                 self._latest.append(share)
-                most = torch.stack([one.to(share.device) for one in self._latest]).amax()
+                latest = torch.stack([one.to(share.device) for one in self._latest])
+                most = latest.nan_to_num(0.0).amax()  # a step that has changed nothing has no share
                 self._told = {"kept": {"share": share, "most": most, "optimizer": type(optimizer).__name__}}
 
     def take(self) -> dict[str, Any]:
