@@ -1125,3 +1125,15 @@ def test_a_package_whose_parts_import_each_other(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(capsys, "sites", "a_ring_of/net.py:Net")[0] == 0
     assert run(capsys, "sites", "a_ring_of/alone.py:model")[0] == 0  # as a script that is run there
+
+
+def test_a_factory_that_reads_its_arguments_has_none(capsys, tmp_path):
+    file = tmp_path / "made.py"
+    file.write_text(
+        "import argparse\nfrom torch import nn\n\ndef build():\n    parser = argparse.ArgumentParser()\n"
+        "    parser.add_argument('--width', type=int, default=3)\n"
+        "    return nn.Linear(4, parser.parse_args().width)\n"
+    )
+    code, out, err = run(capsys, "sites", f"{file}:build")
+    assert (code, err) == (0, "")
+    assert "Linear" in out

@@ -400,3 +400,20 @@ def test_a_damaged_list_of_experiments_is_told(tmp_path):
     (tmp_path / "try.json").write_text(json.dumps({"steps": 3}))
     with pytest.raises(RecordError, match=r"try\.json cannot be read"):
         read_tried(tmp_path)
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+def test_runs_that_go_on_from_a_checkpoint_are_not_compared(is_left):
+    """The second run as it is begins where the first had ended, and every later one where the one before had."""
+    bare = [2.0 - 0.01 * at for at in range(100)]
+    again = [1.0 - 0.005 * at for at in range(100)] if is_left else [2.05 - 0.01 * at for at in range(100)]
+    helped = [0.3 - 0.001 * at for at in range(100)]
+    known = compare(100, "loss", bare, [("again", again, {}), ("zero-grad", helped, {"acted": 100})])
+    assert known.goes_on == is_left
+    assert (known.effect(known.changed[0]), known.gain(known.changed[0]) > 0) == (
+        ("none", False) if is_left else ("lower", True)
+    )
+    told = trials_table(known)
+    assert ("goes on from what an earlier run has left on disk" in told) == is_left
+    assert ("not compared" in told) == is_left
+    assert known.to_dict()["goes_on"] == is_left

@@ -331,3 +331,44 @@ def test_a_learning_rate_that_still_rises_at_the_end_is_told():
         assert (verdict.name == "learning_rate_too_low") == is_told, str(verdict)
     assert "still being warmed up when the run ended" in judge(RunCase((), 200, 50, {"l": curve(still)}, rising)).cause
     assert judge(RunCase((), 200, 50, {"loss": curve(falling())}, rising, {"loss": 2.0})).state == "healthy"
+
+
+def test_a_hole_in_the_losses_is_no_part_of_a_median():
+    """Of a killed run the first step is known, and what the ring still held."""
+    known = [(0, 1.2), *((step, 0.6 - step / 1000) for step in range(56, 120))]
+    assert Curve.of(known).first == 1.2
+    assert Curve.of(known).last == pytest.approx(0.482, abs=0.003)
+    whole = [(step, 1.2 - step / 200) for step in range(120)]
+    assert len(Curve.of(whole).values) == 24
+    assert Curve.of([]).values == ()
+    assert Curve.of([(7, 2.0)]).values == (2.0,)
+
+
+def test_a_rate_of_zero_in_another_process_is_told(tmp_path):
+    """A sweep under one watch: the rates of the first process say nothing about the second."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch\nfrom torch import nn\n"
+        "torch.manual_seed(0)\nmodel = nn.Linear(6, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))\n"
+        "for _ in range(60):\n    x = torch.randn(32, 6)\n    optimizer.zero_grad()\n"
+        "    loss = nn.functional.cross_entropy(model(x), (x[:, 0] > 0).long())\n    loss.backward()\n    optimizer.step()\n"
+    )
+    sweep = tmp_path / "sweep.sh"
+    sweep.write_text(f"{sys.executable} {script} 0.1\n{sys.executable} {script} 0.0\n")
+    command = [
+        sys.executable,
+        "-m",
+        "gaff",
+        "watch",
+        "--every",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+        "--",
+        "bash",
+        str(sweep),
+    ]
+    subprocess.run(command, capture_output=True, timeout=120, check=False)
+    verdict = gaff.load(tmp_path / "run").verdict
+    assert (verdict.state, verdict.name) == ("wrong", "lr_zero")

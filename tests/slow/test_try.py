@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -101,3 +103,43 @@ def test_what_cannot_be_tried_is_told_in_one_line(tmp_path, text, options, words
     assert words in last
     if options:
         assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_cancelled_try_ends_what_it_runs(tmp_path):
+    script = tmp_path / "long.py"
+    script.write_text(
+        "import os, time, torch\nfrom torch import nn\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "model = nn.Linear(4, 2)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "while True:\n    optimizer.zero_grad()\n    model(torch.ones(2, 4)).sum().backward()\n    optimizer.step()\n    time.sleep(0.05)\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "gaff",
+        "try",
+        "--steps",
+        "100000",
+        "--out",
+        str(tmp_path / "out"),
+        "--",
+        sys.executable,
+        str(script),
+    ]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    child.terminate()
+    child.wait(30)
+    training = int((tmp_path / "pid").read_text())
+    while time.monotonic() < deadline:
+        try:
+            os.kill(training, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    os.kill(training, signal.SIGKILL)
+    raise AssertionError("the training went on")

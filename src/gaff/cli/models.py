@@ -12,7 +12,8 @@ import os
 import pickle
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -58,7 +59,8 @@ def load_model(spec: str) -> Loaded:
     if (Path(spec) / "config.json").is_file():
         raise PlanError(f"{spec!r} is a folder: expected transformers:{spec} for a model of transformers")
     module, value = load_name(spec, "model", ", torchvision:NAME, timm:NAME, transformers:FOLDER or a .pt2 file")
-    built = value if isinstance(value, nn.Module) else value() if callable(value) else value
+    with _without_words(spec):
+        built = value if isinstance(value, nn.Module) else value() if callable(value) else value
     if not isinstance(built, nn.Module):
         raise PlanError(
             f"{spec!r} is of type {type(built).__name__}: expected a torch module, or a function that builds one"
@@ -109,19 +111,27 @@ def _import_file(path: Path) -> ModuleType:
     if known is not None and getattr(known, "__file__", None) == str(file):
         return known
     sys.path[:0] = dict.fromkeys((str(file.parent), str(above)))
-    words, sys.argv = sys.argv, [str(path)]  # a file that reads its arguments when it is imported has none
     try:
-        if "." in name:
-            found: ModuleType = pkgutil.resolve_name(f"{name}:")
-            return found
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        with _without_words(str(path)):
+            if "." in name:
+                found: ModuleType = pkgutil.resolve_name(f"{name}:")
+                return found
+            module = sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
     except SystemExit as stop:
         raise PlanError(f"{str(path)!r} ended with exit code {stop.code} while it was imported: expected a file that "
                         "runs its program below if __name__ == '__main__'") from stop  # fmt: skip
+    return module
+
+
+@contextmanager
+def _without_words(name: str) -> Iterator[None]:
+    """Whatever reads the arguments of the command line has none: those that there are, are gaff's."""
+    words, sys.argv = sys.argv, [name]
+    try:
+        yield
     finally:
         sys.argv = words
-    return module
 
 
 def _imports_relatively(file: Path) -> bool:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -82,9 +84,11 @@ class Trials:
         return _Running(name, folder, child)
 
     def _wait(self, running: Sequence[_Running]) -> list[int]:
-        """Until all have ended; tells of each on standard error. Ends them where this process is interrupted."""
+        """Until all have ended; tells of each on standard error. Ends them where this process is interrupted, or ended
+        by SIGTERM, as a job is that somebody cancels."""
         told = time.monotonic()
         left = list(running)
+        before = signal.signal(signal.SIGTERM, _ended_by) if _is_main_thread() else None
         try:
             while left:
                 time.sleep(_GLANCE_S)
@@ -99,6 +103,8 @@ class Trials:
         finally:
             for one in left:
                 one.child.terminate()
+            if before is not None:
+                signal.signal(signal.SIGTERM, before)
         return [one.child.returncode for one in running]
 
     def _ended(self, one: _Running) -> None:
@@ -133,3 +139,12 @@ class _Running:
             return Record(self.folder).steps
         except RecordError:
             return 0
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()  # no other may set a handler
+
+
+def _ended_by(number: int, frame: Any) -> None:
+    """Leave as a program does that a signal has ended."""
+    raise SystemExit(128 + number)

@@ -10,6 +10,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 _EARLY = 50
 _FEW = 8  # values that show no spread of their own
@@ -20,7 +21,8 @@ _POINTS = 24  # medians of a whole curve
 class Curve:
     """A number at every step, as medians over up to 24 stretches of equal length, oldest first.
 
-    The last one is up to half as long again, or shorter by up to a half.
+    The last one is up to half as long again, or shorter by up to a half. Where a quarter of the steps and more are not
+    known at a stretch, as of a killed run, no median is over what was before and behind.
 
     What is not finite is left out. ``steps``: the first step of each stretch; ``values``: its median; ``spread``: the
     mean distance of a single step from the median of its stretch; ``start``: the very first value; ``nonfinite_since``:
@@ -44,9 +46,7 @@ class Curve:
         known = [(step, value) for step, value in told if math.isfinite(value)]
         bad = next((step for step, value in told if not math.isfinite(value)), None)
         size = max(1, math.ceil(len(known) / _POINTS))
-        stretches = [known[at : at + size] for at in range(0, len(known), size)]
-        if len(stretches) > 1 and 2 * len(stretches[-1]) < size:  # too few for a median that stands for the end
-            stretches[-2:] = [stretches[-2] + stretches[-1]]
+        stretches = [one for part in _without_holes(known) for one in _cut(part, size)]
         middles = [statistics.median(value for _, value in one) for one in stretches]
         distances = [abs(value - middle) for one, middle in zip(stretches, middles, strict=True) for _, value in one]
         spread = statistics.fmean(distances) if distances else 0.0
@@ -128,3 +128,18 @@ class Curve:
     def fell(self) -> bool:
         """Whether the last stretch is below the first by more than twice the spread, and by a fiftieth at least."""
         return len(self.values) > 1 and self.first - self.last > max(2 * self.spread, 0.02 * abs(self.first))
+
+
+def _without_holes(known: list[tuple[int, float]]) -> list[list[tuple[int, float]]]:
+    """The parts of a series between which a quarter of its steps and more are not known."""
+    hole = max(8, (known[-1][0] - known[0][0]) / 4) if known else 0
+    cuts = [at for at in range(1, len(known)) if known[at][0] - known[at - 1][0] > hole]
+    return [known[one:other] for one, other in pairwise([0, *cuts, len(known)])]
+
+
+def _cut(known: list[tuple[int, float]], size: int) -> list[list[tuple[int, float]]]:
+    """Stretches of ``size`` values; one at the end that is less than half as long belongs to the one before."""
+    found = [known[at : at + size] for at in range(0, len(known), size)]
+    if len(found) > 1 and 2 * len(found[-1]) < size:  # too few for a median that stands for the end
+        found[-2:] = [found[-2] + found[-1]]
+    return found

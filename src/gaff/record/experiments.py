@@ -137,7 +137,9 @@ class Experiments:
 
     ``loss_name``: the loss that is compared; ``noise``: by how much it differs between two runs that mean the same,
     the larger of what another seed makes and of twice the scatter of steps; ``is_repeatable``: whether the run as it
-    is had the same losses twice, bit by bit, None where that was not asked.
+    is had the same losses twice, bit by bit, None where that was not asked; ``goes_on``: whether it began, the second
+    time, where the first one had ended: then the command reads a checkpoint that an earlier run has left, and its runs
+    are not to be compared.
     """
 
     steps: int
@@ -146,6 +148,7 @@ class Experiments:
     changed: tuple[Outcome, ...]
     is_repeatable: bool | None
     noise: float
+    goes_on: bool = False
 
     def get(self, kind: str) -> Outcome | None:
         """The outcome of the first experiment of this kind, or of this name, that could be made."""
@@ -160,7 +163,7 @@ class Experiments:
 
     def gain(self, one: Outcome) -> float:
         """By how much the loss is lower than without the change, beyond the noise, as a share of ``range``; 0 else."""
-        if one.loss is None or self.bare.loss is None or self.range <= 0:
+        if one.loss is None or self.bare.loss is None or self.range <= 0 or self.goes_on:
             return 0.0
         if math.isinf(self.bare.loss):
             return max(0.0, (self.bare.start - one.loss) / self.range) if math.isfinite(one.loss) else 0.0
@@ -181,7 +184,7 @@ class Experiments:
 
         Lower and higher are beyond twice the noise, and a tenth of ``range``.
         """
-        if one.loss is None or self.bare.loss is None:
+        if one.loss is None or self.bare.loss is None or self.goes_on:
             return "none"
         if math.isinf(one.loss) or math.isinf(self.bare.loss):
             same = math.isinf(one.loss) and math.isinf(self.bare.loss)
@@ -194,7 +197,8 @@ class Experiments:
         """What JSON tells of them: numbers, and the effect of each; infinite losses as None."""
         rows = [{**asdict(one), "effect": self.effect(one)} for one in self.changed]
         return {"steps": self.steps, "loss_name": self.loss_name, "noise": self.noise,
-                "is_repeatable": self.is_repeatable, "bare": asdict(self.bare), "changed": rows}  # fmt: skip
+                "is_repeatable": self.is_repeatable, "goes_on": self.goes_on, "bare": asdict(self.bare),
+                "changed": rows}  # fmt: skip
 
 
 def compare(
@@ -207,10 +211,11 @@ def compare(
     runs = list(runs)
     window = max(_LEAST_WINDOW, len(bare) // 10)
     as_it_is = outcome("bare", bare, window, steps=len(bare))
-    changed, noise, is_repeatable = [], 2 * as_it_is.scatter, None
+    changed, noise, is_repeatable, goes_on = [], 2 * as_it_is.scatter, None, False
     for run, losses, known in runs:
         found = outcome(run, losses[: len(bare)], window, **known)
         if run == AGAIN:
+            goes_on = _goes_on(as_it_is, found)
             is_repeatable = [*map(repr, losses)] == [*map(repr, bare)]
         elif len(losses) < len(bare) // 2 and found.loss is not None and math.isfinite(found.loss):
             changed.append(Outcome(run, None, steps=len(losses), why_not=f"it ended after {len(losses)} steps"))
@@ -219,7 +224,16 @@ def compare(
         if run == AGAIN or found.kind == "seed":
             both = found.loss, as_it_is.loss
             noise = max(noise, abs(both[0] - both[1])) if None not in both and all(map(math.isfinite, both)) else noise  # type: ignore[arg-type,operator]
-    return Experiments(steps, name, as_it_is, tuple(changed), is_repeatable, noise if math.isfinite(noise) else 0.0)
+    noise = noise if math.isfinite(noise) else 0.0
+    return Experiments(steps, name, as_it_is, tuple(changed), is_repeatable, noise, goes_on)
+
+
+def _goes_on(bare: Outcome, again: Outcome) -> bool:
+    """Whether a run begins below half of what another one with nothing changed came to learn."""
+    if bare.loss is None or not all(map(math.isfinite, (bare.start, bare.loss, again.start))):
+        return False
+    learned = bare.start - bare.loss
+    return learned > 4 * bare.scatter and bare.start - statistics.fmean(again.first) > 0.5 * learned
 
 
 def read_tried(path: Path) -> dict[str, Any] | None:

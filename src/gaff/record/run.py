@@ -359,7 +359,8 @@ def _case(record: Record) -> RunCase:
     losses = {short: Curve.of(at_first_scale(short, record.scalar(f"loss:{short}", part.rank), told))
               for name in record.scalars
               if (short := name.removeprefix("loss:")) != name and name in part.series}  # fmt: skip
-    lr = Curve.of(record.scalar("lr", part.rank)) if "lr" in part.series else None
+    is_elsewhere = any(one.rule == "lr_zero" and one.rank != part.rank for one in record.findings)  # not of these rates
+    lr = Curve.of(record.scalar("lr", part.rank)) if "lr" in part.series and not is_elsewhere else None
     norms = next((record.scalar(name, part.rank) for name in ("unclipped_norm", "grad_norm") if name in part.series),
                  None)  # fmt: skip
     is_search = lr is not None and _is_search(part, list(record.scalar("lr", part.rank)))
@@ -368,10 +369,11 @@ def _case(record: Record) -> RunCase:
     unstepped = Unstepped(
         int(seen.get("backwards", 0)), int(seen.get("others", 0)), bool(made.get("has_modules", True))
     )
+    tried = record.experiments
     is_raised, last = any(one.get("is_raised") for one in looks), told[-1][0] if told else None
     return RunCase(
         by_severity(record.findings), record.steps, len(record.looks), losses, lr, guesses(told),
-        max(optimizers, default=1), record.experiments, unstepped,
+        max(optimizers, default=1), tried if tried is None or not tried.goes_on else None, unstepped,
         SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search, is_raised, last),
         4 * sum(map(acts, looks)) > len(looks),
         {name: factor_of(name, told) for name in losses},

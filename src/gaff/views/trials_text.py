@@ -29,6 +29,8 @@ def _says(known: Experiments, one: Outcome) -> str:
     """What an outcome says, in a few words; one that the same happens to as with another seed says nothing."""
     if one.loss is None:
         return f"cannot be told: {one.why_not}"
+    if known.goes_on:
+        return "not compared"
     if one.kind == "seed" and known.bare.loss is not None and not math.isfinite(known.bare.loss):
         return "not finite with another seed, too" if not math.isfinite(one.loss) else "finite with another seed"
     if one.kind == "seed":
@@ -48,6 +50,9 @@ def _says(known: Experiments, one: Outcome) -> str:
 
 
 def _repeated(known: Experiments) -> str:
+    if known.goes_on:
+        return ("; the second time it began where the first had ended: it goes on from what an earlier run has left on "
+                "disk, and nothing is concluded")  # fmt: skip
     if known.is_repeatable is None:
         return ""
     return ", twice the same" if known.is_repeatable else f"; a second time they are others ({AGAIN})"
