@@ -763,6 +763,7 @@ def test_batches_without_any_row_and_int8(tmp_path):
     assert store.check() == []
 
 
+@pytest.mark.slow
 def test_a_callable_object_is_the_same_in_another_process(tmp_path):
     for _ in range(2):  # objects at other places in memory
         store = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", reduce=partial(torch.clamp, min=0.0))

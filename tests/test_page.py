@@ -386,6 +386,7 @@ def test_the_live_page_serves_what_the_page_of_a_file_holds(tmp_path):
         assert b"".join(served.ask("/head?begin=1&end=1")[1:2]) != body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "options", "status"),
     [

@@ -71,6 +71,7 @@ def test_a_schedule_of_epochs_that_is_stepped_by_batches(steps_by, tmp_path):
     assert told.state == "healthy"  # some mean it
 
 
+@pytest.mark.slow
 def test_one_that_waits_for_another(tmp_path):
     def make(optimizer):
         make.kept = lr_scheduler.StepLR(optimizer, 100)

@@ -243,6 +243,7 @@ def test_what_cannot_be_mixed_is_refused_in_graphs_too(is_compiled):
         model(data()[0][:, :4])
 
 
+@pytest.mark.slow
 def test_no_compiled_code_is_made_for_opening_again():
     torch._dynamo.reset()
     model, frames = model_in("compile"), []

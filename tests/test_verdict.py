@@ -344,6 +344,7 @@ def test_a_hole_in_the_losses_is_no_part_of_a_median():
     assert Curve.of([(7, 2.0)]).values == (2.0,)
 
 
+@pytest.mark.slow
 def test_a_rate_of_zero_in_another_process_is_told(tmp_path):
     """A sweep under one watch: the rates of the first process say nothing about the second."""
     script = tmp_path / "train.py"

@@ -12,6 +12,7 @@ class TimeIsUp(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it may come while something is freed
 def test_what_a_signal_handler_raises_in_the_middle_leaves_nobody_waiting():
     """An exception inside Python's own ``Thread.start``, ``is_alive`` or ``join`` may leave its lock taken for good."""
