@@ -97,8 +97,14 @@ def test_columns_that_a_format_leaves_out_are_no_input(tmp_path):
     assert not torch.allclose(whole[":output"][:], expected)
 
 
-class Own(DataLoader):
+class Own(DataLoader[int]):
     """A loader of somebody's own that changes nothing about batches."""
+
+    told: str = ""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.told = "mine"
 
 
 class Bar:

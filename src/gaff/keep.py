@@ -287,7 +287,7 @@ def _dimensions(given: tuple[Any, ...]) -> tuple[int, ...] | None:
     """
     if len(given) == 1 and isinstance(given[0], torch.Tensor):
         raise PlanError(
-            "dim is a tensor: expected whole numbers; or this was not called: expected keep.mean(), with ()"
+            "dim is a tensor: expected whole numbers; or this was not called: expected (), as in keep.norm()"
         )
     one_list = len(given) == 1 and isinstance(given[0], (list, tuple))
     return whole_numbers(given[0] if one_list else given, "dim") or None

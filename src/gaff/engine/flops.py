@@ -20,7 +20,8 @@ from gaff.compat.modes import decomposed
 
 # Operations without a formula whose work grows faster than what they are given: products, decompositions, attention.
 _HEAVY = re.compile(
-    r"lstm|gru|rnn|conv(_|olution|\dd)|attention|transformer_encoder|_fft|grid_sampl|m[mv](_|\b)|dot\b|gemm|quantized::(linear|conv)|"
+    r"lstm|gru|rnn|conv(_|olution|\dd)|attention|transformer_encoder|_fft|grid_sampl|m[mv](_|\b)|dot\b|gemm|"
+    r"quantized::(linear|conv)|"
     r"int[48]pack|trilinear|[cp]dist|euclidean_dist|linalg_(?!check|vector_norm|cross|diagonal)|cholesky|inverse|_svd|"
     r"lu_(unpack|with_info|solve)|lstsq|triangular_solve|matrix_exp|addr\b|\bger\b"
 )
