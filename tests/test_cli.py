@@ -772,10 +772,14 @@ def test_nan_of_a_script_that_fails_tells_its_traceback_alone(capsys, tmp_path):
 
 LOUD = """
 import math
+import atexit
+import os
+
 import torch
 from torch import nn
 
 print("a banner, at import")
+atexit.register(print, "a word at the end")
 
 
 class Loud(nn.Module):
@@ -785,6 +789,7 @@ class Loud(nn.Module):
 
     def forward(self, x):
         print("a word from the forward")
+        os.system("echo a word of a child")
         return self.lin(x)
 
 
@@ -836,7 +841,8 @@ def test_data_stands_alone_whatever_a_model_prints(words, loud, tmp_path):
     )
     found = outcome(*command)
     json.loads(found.stdout)
-    assert "a word from the forward" in found.stderr
+    for word in ("a word from the forward", "a word of a child", "a word at the end"):
+        assert word in found.stderr
 
 
 @pytest.mark.parametrize(
@@ -987,6 +993,20 @@ def test_a_script_that_fails_with_the_code_of_a_find_says_that_nothing_was_found
     found = outcome("nan", "--allow", "zz/log#0", "train.py", cwd=tmp_path)
     assert found.returncode == 1
     assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("words", [("broken.py",), ("-m", "broken")])
+@pytest.mark.parametrize("text", ["x = (1\n", "def f():\n    raise KeyError('mine')\nf()\n"], ids=["syntax", "raises"])
+def test_a_script_that_fails_is_told_by_its_own_frames(capfd, monkeypatch, tmp_path, text, words):
+    (tmp_path / "broken.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["nan", *words])
+    told = capfd.readouterr().err.splitlines()
+    files = [line.split('"')[1] for line in told if line.startswith("  File ")]
+    assert stop.value.code == 1
+    assert {Path(file).name for file in files} == {"broken.py"}
+    assert len(files) == (1 if text.startswith("x") else 2)
 
 
 def test_an_error_of_a_model_tells_the_module_and_the_users_line(capsys, tmp_path):

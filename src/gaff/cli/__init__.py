@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{name!r} is no command: expected one of {', '.join(COMMANDS)}{did_you_mean(name, [*COMMANDS, 'help'])}"
         )
     parser = parser_of(name)
-    return _run(COMMANDS[name], parser.read(rest))
+    return _run(COMMANDS[name], parser.read(rest), is_process=argv is None)
 
 
 def parser_of(name: str) -> Parser:
@@ -124,14 +124,18 @@ def _top() -> Parser:
     return parser
 
 
-def _run(command: Command, options: argparse.Namespace) -> int:
-    """The exit code: that of the command, 0 where the reader of a pipe has seen enough, 130 after Ctrl-C, else 1."""
+def _run(command: Command, options: argparse.Namespace, *, is_process: bool) -> int:
+    """The exit code: that of the command, 0 where the reader of a pipe has seen enough, 130 after Ctrl-C, else 1.
+
+    ``is_process``: the command is all that this process was started for.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper) and command is not nan:  # which runs a script of the user's in here
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that its encoding does not have
     is_data = command is not watch and bool(getattr(options, "json", False) or getattr(options, "plain", False))
     code = 0
     try:
-        with fitting(terminal_width(), columns_of(options)) as tables, data_alone(is_asked=is_data):
+        alone = data_alone(is_asked=is_data, until_exit=is_process)
+        with fitting(terminal_width(), columns_of(options)) as tables, alone:
             code = command.run(options)
         if tables.complaint:
             to_stderr(f"gaff: {tables.complaint}")

@@ -16,17 +16,39 @@ _DATA: list[Any] = []  # the stream of data, where all else that is printed goes
 
 
 @contextmanager
-def data_alone(*, is_asked: bool) -> Iterator[None]:
-    """Where data ``is_asked`` for, nothing else reaches standard output: what a model prints goes to standard error."""
+def data_alone(*, is_asked: bool, until_exit: bool = False) -> Iterator[None]:
+    """Where data ``is_asked`` for, nothing else reaches standard output: what a model prints goes to standard error.
+
+    So does what its extensions in C and its child processes print; with ``until_exit`` also what is printed when the
+    process ends.
+    """
     if not is_asked or sys.stdout is None:
         yield
         return
-    _DATA.append(sys.stdout)
+    aside = _set_aside(sys.stdout)
+    _DATA.append(sys.stdout if aside is None else aside)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
         _DATA.pop()
+        if aside is not None and not until_exit:
+            sys.stdout.flush()
+            os.dup2(aside.fileno(), sys.stdout.fileno())
+            aside.close()
+
+
+def _set_aside(stream: Any) -> Any:
+    """Standard output by another descriptor, while its own leads to standard error; None for streams in memory."""
+    try:
+        own = stream.fileno()
+        errors = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):  # ValueError: it is closed
+        return None
+    stream.flush()
+    aside = os.fdopen(os.dup(own), "w", encoding=stream.encoding, errors=stream.errors)
+    os.dup2(errors, own)
+    return aside
 
 
 def print_data(told: Any) -> None:

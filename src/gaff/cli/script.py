@@ -58,7 +58,7 @@ def examine(
     except SystemExit as stop:
         code = stop.code
     except Exception as error:  # noqa: BLE001  # of the script itself, told as python would
-        traceback.print_exception(error.with_traceback(_within(error.__traceback__, path)))
+        traceback.print_exception(error.with_traceback(_within(error.__traceback__)))
         code = 1
     found = losses.first(next((report for one in guards for report in one.reports), None))
     if found is not None:
@@ -85,12 +85,11 @@ def _guard(guards: list[Guard], stack: ExitStack, allow: Sequence[str], module: 
         to_stderr(f"gaff: {type(module).__name__} is not looked at: {error}")
 
 
-def _within(trace: TracebackType | None, path: str) -> TracebackType | None:
-    """A traceback from the frame of the script on; as it is where the script did not come to run."""
-    inside = trace
-    while inside is not None and inside.tb_frame.f_code.co_filename != str(Path(path).absolute()):
-        inside = inside.tb_next
-    return inside or trace
+def _within(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the frame of the script on; none where the script did not come to run."""
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") != "__main__":
+        trace = trace.tb_next
+    return trace
 
 
 class _Losses:
