@@ -1387,6 +1387,84 @@ def test_losses_that_are_added_up_over_steps_are_told(tmp_path, way):
         assert "loss_holds_the_last" not in told(tmp_path, train)[0]
 
 
+class HeldByItself(torch.autograd.Function):
+    """Keeps its output in its context, so that both are there until Python looks for cycles."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.out = x * 1.0
+        return ctx.out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@pytest.mark.parametrize("way", ["total", "list", "item", "latest", "window", "cycle", "second"])
+def test_graphs_of_losses_that_somebody_holds_are_told(tmp_path, way):
+    model, x = net(), torch.randn(16, 8)
+    y = torch.randint(3, (16,))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train():
+        held, total, latest = [], 0.0, None
+        for _ in range(30):
+            for _ in range(24 if way == "window" else 1):
+                out = model(x)
+                loss = torch.nn.functional.cross_entropy(HeldByItself.apply(out) if way == "cycle" else out, y)
+                loss.backward()
+                held += [loss] * (way in ("list", "window"))
+            if way == "second":  # of two losses the second is added up
+                second = model(x).square().mean()
+                second.backward()
+                total = total + second
+            optimizer.step()
+            optimizer.zero_grad()
+            total = total + (loss if way == "total" else loss.item())
+            latest = loss
+            if way == "window":
+                held.clear()
+        return latest, held
+
+    found = told(tmp_path, train)[0]
+    assert ("graphs_held" in found) == (way in ("total", "list", "second"))
+    if way == "second":
+        assert "'second'" in found["graphs_held"].message
+    assert "eval_graphs_held" not in found
+
+
+@pytest.mark.parametrize("way", ["loss", "outputs", "no_grad", "let go", "perceptual"])
+def test_an_evaluation_that_holds_its_graphs_is_told(tmp_path, way):
+    model, x = net(), torch.randn(160, 8)
+    y = torch.randint(3, (160,))
+    judge = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).eval()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train():
+        for _ in range(3):
+            model.train()
+            for part in range(0, 160, 16):
+                out = model(x[part : part + 16])
+                loss = torch.nn.functional.cross_entropy(out, y[part : part + 16])
+                if way == "perceptual":  # a frozen model in eval mode, through which gradients go
+                    loss = loss + sum(judge(one[None]).mean() for one in out)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            model.eval()
+            seen, total = [], 0.0
+            with torch.set_grad_enabled(way != "no_grad"):
+                for part in range(0, 160, 16):
+                    out = model(x[part : part + 16])
+                    seen += [out] * (way == "outputs")
+                    loss = torch.nn.functional.cross_entropy(out, y[part : part + 16])
+                    total = total + (loss.item() if way in ("let go", "perceptual") else loss)
+
+    found = told(tmp_path, train)[0]
+    assert ("eval_graphs_held" in found) == (way in ("loss", "outputs"))
+    assert "graphs_held" not in found
+
+
 def test_a_loss_that_has_fallen_and_is_above_guessing_is_not_called_healthy(tmp_path):
     def train():
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))

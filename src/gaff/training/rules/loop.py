@@ -282,6 +282,41 @@ def loss_holds_the_last(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
+    "graphs_held",
+    severity="warning",
+    means="the autograd graphs of losses are held long after their backward pass: memory grows with each step",
+    cause="a running total, `total += loss`, or a list, `losses.append(loss)`, of losses that were not detached",
+    remedy="add up or keep `loss.item()` or `loss.detach()`",
+    least=1,
+    share=0.0,
+)
+def graphs_held(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Of a loss that backward runs from once in a step or more, the graphs of the last 20 steps that were looked at are
+    all still there, also after Python was made to collect what holds itself. Certain."""
+    name = sample.facts.get("held")
+    if name:
+        told = f"the program holds the graphs behind the loss {name!r} of all steps that were looked at lately"
+        yield Hit(("", ""), f"{told}: memory grows with each step", loss=name)
+
+
+@rule(
+    "eval_graphs_held",
+    severity="warning",
+    means="an evaluation runs with gradients, and the graph of each batch is held: memory grows with each batch",
+    cause="no torch.no_grad() around an evaluation whose losses or outputs are added up, or kept in a list",
+    remedy="evaluate under torch.no_grad() or torch.inference_mode()",
+    least=1,
+    share=0.0,
+)
+def eval_graphs_held(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The graphs of what a trained model returned in eight calls of an evaluation after one another are all there, also
+    after Python was made to collect what holds itself, and no backward pass came before the training. Certain."""
+    model = sample.facts.get("eval_held")
+    if model:
+        yield Hit((model, ""))
+
+
+@rule(
     "written_back",
     severity="error",
     means="what a step has changed is gone when the next one begins: the weights are written back",

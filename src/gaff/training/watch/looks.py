@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gaff.engine.process.functions import calling_module
 from gaff.training.watch import step_facts
 from gaff.training.watch.evaluation_calls import EvaluationCalls
+from gaff.training.watch.kept_graphs import EvaluationGraphs
 from gaff.training.watch.model_calls import ModelCalls
 from gaff.training.watch.models import Model, Models
 from gaff.training.watch.optimizer_steps import OptimizerSteps
@@ -84,6 +85,7 @@ class Looks:
         self._evaluations: dict[str, _Evaluations] = {}  # by model
         self._counted: tuple[_Evaluations, bool] | None = None  # whose runs are only counted, if in training mode
         self.modes = TrainingModes()
+        self._graphs = EvaluationGraphs()
         self._heard = EvaluationCalls(models, shield, heard)
 
     @property
@@ -99,7 +101,8 @@ class Looks:
     @property
     def is_idle(self) -> bool:
         """Whether nobody looks at anything, and no hook of ours is on."""
-        return self.sampled is None and self._target is None and not self._calls.is_on
+        is_looked_at = self.sampled is not None or self._target is not None or self._graphs.is_on
+        return not is_looked_at and not self._calls.is_on
 
     def begin(self, step: int) -> None:
         """Begin to look at step number ``step``: hooks are on from here until ``end``."""
@@ -120,6 +123,8 @@ class Looks:
             sampled.facts.update(self._setup.take())
             if in_eval := self.modes.take_in_eval():
                 sampled.facts["eval_mode"] = in_eval
+            if self._graphs.held:
+                sampled.facts["eval_held"] = self._graphs.held
         if sampled is not None:
             sampled.close()
         return sampled
@@ -146,6 +151,7 @@ class Looks:
             one.runs = one.in_training_mode = 0
         self._counted = None
         self._heard.over()
+        self._graphs.training_goes_on()
         sampled = self._target = self.sampled
         model.has_run = True
         has_acted = self.modes.acting.trains(model.name, args, kwargs)
@@ -162,6 +168,10 @@ class Looks:
             if sampled.facts["batch"] <= 2 and (norms := step_facts.batch_norms(module)):
                 sampled.facts["batch_norm"] = {model.name: norms}
             self._setup.batch_given(module, args, kwargs)
+
+    def backward_begins(self) -> None:
+        """Gradients are asked for: whatever ran before, its graph may be needed."""
+        self._graphs.backward_begins()
 
     def evaluation_begins(
         self, step: int, model: Model, module: nn.Module, given: tuple[Any, Any], distance: int
@@ -187,6 +197,7 @@ class Looks:
         known.add(1, is_in_training_mode=is_wrong)
         self._heard.is_wrong = is_wrong
         self._target = self._counted = None
+        self._graphs.run_begins(is_asked=model.has_run and torch.is_grad_enabled())
         if known.runs in _LOOKED_AT and (known.runs > 1 or known.may_be_looked_at(step, distance)):
             known.looked_at = step
             sampled = self._target = SampledStep(step, "eval", self._models, self._shield)
@@ -197,7 +208,7 @@ class Looks:
             sampled.root_given(model.name, self._models.path_of(module), *given)
             self._calls.switch(is_on=True)
             self._heard.run_begins(sampled, is_training=module.training)
-        elif self.sampled is None:
+        elif self.sampled is None and not self._graphs.is_on:
             self._counted = known, is_wrong
             self._calls.count_only(next((one for one in _LOOKED_AT if one > known.runs), _EVER) - known.runs - 1,
                                    trains=False)  # fmt: skip
@@ -212,11 +223,13 @@ class Looks:
         """A run of ``model`` begins: hooks inside its compiled code are on exactly where somebody looks."""
         self._calls.look_inside(model, is_on=self._target is not None or self.sampled is not None)
 
-    def run_ends(self, step: int, model: Model, module: nn.Module) -> None:
+    def run_ends(self, step: int, model: Model, module: nn.Module, output: Any) -> None:
         """An outermost call has returned, or raised: a look at an evaluation is over with it.
 
         What a checkpoint recomputes later belongs to the training step in progress.
         """
+        if self._graphs.is_on:
+            self._graphs.run_ends(model.name, output)
         target, self._target = self._target, self.sampled  # for what a checkpoint recomputes
         if target is not None and target.phase == "eval":
             self._heard.run_ends()

@@ -50,7 +50,7 @@ _ONE_BY_ONE = (
 )  # functions of single elements, of which losses by hand are made  # fmt: skip
 _ALONE = ("UnsqueezeBackward", "ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "ExpandBackward")
 _OF_TERMS = ("axis", "axis_dim", "doubled", "spread", "alone", "outside")
-_MOST_NODES = 64  # behind a loss
+_MOST_ALONG = 64  # behind a loss, along the first input of each
 _LITTLE = 2.0  # times what a softmax or sigmoid may be multiplied and still count as what it is
 _BOUNDS = {"ReluBackward": "relu", "SigmoidBackward": "sigmoid", "TanhBackward": "tanh"}
 
@@ -310,7 +310,7 @@ def _spread(chain: list[Any], *, is_meant_by: tuple[str, ...] = ()) -> dict[str,
     dimension, as those do who compare all with all on purpose.
     """
     waiting = [(one, 0, True) for one in chain[:1]]  # with how many reductions were passed, and whether in the chain
-    for _ in range(_MOST_NODES):
+    for _ in range(_MOST_ALONG):
         if not waiting:
             break
         node, reduced, is_first = waiting.pop()

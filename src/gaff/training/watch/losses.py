@@ -19,7 +19,8 @@ from torch import Tensor
 
 from gaff.compat import distributed, elements
 from gaff.inspection.nonfinite.unsafe_ops import UnsafeOp, steep_ops
-from gaff.training.watch.loss_graph import facts_of_graph, first_numbers, reaches, teaches_targets
+from gaff.training.watch.kept_graphs import LossGraphs
+from gaff.training.watch.loss_graph import facts_of_graph, teaches_targets
 from gaff.training.watch.mixing_axis import wrong_axis
 from gaff.training.watch.variable_names import caller, name_of_loss
 
@@ -87,8 +88,7 @@ class Losses:
         self.facts: dict[str, Any] = {}
         self.steep: list[UnsafeOp] = []  # ops just behind the losses of a sampled step that may have an infinite slope
         self.count = 0  # backward passes from losses, in the whole run
-        # numbers of the first nodes behind the losses of the step before, and of this one
-        self._ends: tuple[set[int], set[int]] = (set(), set())
+        self._graphs = LossGraphs()  # of this step and of earlier ones
         self._now: dict[str, tuple[Any, int]] = {}  # sum and number of this step's
         self.partial: dict[str, int] = {}  # by loss of which each process has a summand: how many in this step
         self._latest: tuple[Any, ...] = (self, 0, 0, "", "")  # place, model and name of the last one
@@ -147,7 +147,7 @@ class Losses:
         scale = 1.0 if known is None else self.scale
         if is_sampled:
             self._note_graph(tensor, named, name, scale)
-        self._ends[1].update(first_numbers(tensor if named is None else named))
+        self._graphs.add(tensor if named is None else named)
         value = distributed.known_here(tensor.detach() if known is None else known[2])
         if value is None:  # it takes all processes to tell
             self.partial[name] = self.partial.get(name, 0) + 1
@@ -174,10 +174,12 @@ class Losses:
             found["factor"] = {"loss": name, "by": by, "weight": 1.0, "scale": None}
         if name in self._now:
             self._unlike(name, found)
+        elif self._graphs.are_held(tensor, name):
+            found["held"] = name
         if self.count <= _EARLY:
             mixed = wrong_axis(tensor)
             found |= {"mixing": mixed} if mixed else {}
-        if self._ends[0] and reaches(tensor if named is None else named, self._ends[0]):
+        if self._graphs.are_inside(tensor if named is None else named):
             found["holds"] = name
         if teaches_targets(tensor):
             found["own_targets"] = name
@@ -218,7 +220,7 @@ class Losses:
     def forget(self) -> None:
         """Begin a new step: the sums of this one are dropped, while names and past values stay."""
         self._now, self.partial = {}, dict.fromkeys(self.partial, 0)
-        self._ends = self._ends[1], set()
+        self._graphs.step_ends()
         self.unclipped = self._scaler = None
         self.facts.clear()
         self.steep = []

@@ -39,7 +39,7 @@ class CallsTold:
     found: Callable[[Model], None]  # one that nobody has named
     # an outermost call, with what it is given, and whether hooks on the module are past already
     begins: Callable[[Model, nn.Module, Any, Any, bool], None]
-    ends: Callable[[Model, nn.Module], None]
+    ends: Callable[[Model, nn.Module, Any], None]  # such a call, and what it returned; None where it raised
     ends_late: Callable[[], None]
     left: Callable[[nn.Module, Any, Any, dict[int, Tensor] | None], None]  # any module has returned, while hooks are on
 
@@ -285,9 +285,11 @@ class ModelCalls:
         self.passing.left = 0
         stack_room.widen(_AROUND + _HOOK)
         shield.run(self._told.begins, model, module, args, kwargs, False)
+        output = None
         try:
-            return call(module, *args, **kwargs)
+            output = call(module, *args, **kwargs)
+            return output
         finally:
             self._inside = None
-            shield.run(self._told.ends, model, module)
+            shield.run(self._told.ends, model, module, output)
             stack_room.settle()

@@ -180,10 +180,10 @@ class Watcher:
         counted = self._batches if self._looks.sampled is None else self._looks
         self._calls.count_only(counted.counted_only, trains=True)
 
-    def _run_ends(self, model: Model, module: nn.Module) -> None:
+    def _run_ends(self, model: Model, module: nn.Module, output: Any) -> None:
         self._steps.at.enter(LoopEvent.RUN_ENDS)
         if not self._looks.is_idle:
-            self._looks.run_ends(self.step, model, module)
+            self._looks.run_ends(self.step, model, module, output)
 
     def _run_ends_late(self) -> None:
         self._steps.at.enter(LoopEvent.RUN_ENDS)
@@ -203,6 +203,7 @@ class Watcher:
         if owned and all(whose is None for *_, whose in owned):
             return
         self._enter(LoopEvent.BACKWARD_BEGINS)
+        self._looks.backward_begins()
         self._alone.backward_begins()
         sampled = self._looks.sampled
         if sampled is not None:
