@@ -290,3 +290,14 @@ def test_what_a_closure_changes_is_the_users(kind):
     assert clipped[3].audit.skipped == 1
     assert torch.equal(bare[0], clipped[0])
     assert bare[1:3] == clipped[1:3]
+
+
+def test_parameters_are_counted_over_all_steps_also_beyond_those_told_one_by_one():
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    audit = gaff.clip_gradients(optimizer, norm=0.01, model=model).audit
+    for _ in range(2500):
+        model.weight.grad = torch.ones(1, 2)
+        optimizer.step()
+    assert (audit.steps, audit.clipped, audit.parameters) == (2500, 2500, {"weight": 2500})
+    assert (len(audit.rows), audit.rows[0].step, audit.rows[-1].step) == (1000, 1500, 2499)

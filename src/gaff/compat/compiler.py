@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+_LATER: set[CodeType] = set()  # code that Dynamo is to leave alone, once it is loaded
 _UNCOMPILED: set[CodeType] = set()  # code of hooks that Dynamo was told to leave alone
 
 
@@ -66,8 +67,21 @@ def leave_uncompiled(*functions: Callable[..., Any]) -> None:
     """Keep Dynamo from compiling these functions on their own; inside of code that it compiles they are compiled."""
     from torch._dynamo.eval_frame import skip_code
 
-    for function in functions:
-        skip_code(function.__code__)
+    for code in (*(one.__code__ for one in functions), *_LATER):
+        skip_code(code)
+    _LATER.clear()
+
+
+def leave_once_loaded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself, which Dynamo does not compile on its own, also where the compiler is loaded only later.
+
+    For one that torch calls in the middle of what somebody has compiled, as for a backward pass; what it calls in turn
+    is compiled as it was.
+    """
+    _LATER.add(function.__code__)
+    if is_loaded():
+        leave_uncompiled()
+    return function
 
 
 def left_alone(forward: Any) -> Any:

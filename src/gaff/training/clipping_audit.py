@@ -6,8 +6,8 @@ are added to where they are, and become numbers when the audit is printed or ask
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,6 +58,25 @@ class _Raw(NamedTuple):
     changed: Any
 
 
+def _plain(raw: _Raw) -> StepRow:
+    """A step as plain numbers; waits for their device."""
+    return StepRow(
+        raw.step,
+        None if raw.norm is None else float(raw.norm),
+        None if raw.limit is None else float(raw.limit),
+        1.0 if raw.factor is None else float(raw.factor),
+        "" if raw.largest is None else raw.names[raw.numbers[int(raw.largest)]],
+        raw.changed is not None and bool(raw.changed),
+        bool(raw.skip),
+        raw.nonfinite,
+    )
+
+
+def _largest_of(rows: Iterable[StepRow]) -> Iterator[str]:
+    """The parameter with the largest norm at each step at which all were scaled down together."""
+    return (row.largest for row in rows if row.largest and row.factor < 1)
+
+
 class Audit:
     """Counts over all steps, and the last thousand one by one. Reading waits for the device.
 
@@ -68,11 +87,12 @@ class Audit:
     def __init__(self) -> None:
         self.steps = 0  # evaluations, where steps have closures
         self.names: Sequence[str] = ()
-        self._rows: deque[_Raw] = deque(maxlen=_ROWS)
+        self._rows: list[_Raw] = []
         self._clipped: Any = 0
         self._skipped: Any = 0
         self._nonfinite: Counter[str] = Counter()
         self._each: dict[str, Any] = {}
+        self._largest: Counter[str] = Counter()  # of steps that are not told one by one any more
         self._is_any: Tensor | None = None  # whether a rule for single parameters changed something in this step
 
     def add(
@@ -98,6 +118,9 @@ class Audit:
             self._rows.append(
                 _Raw(self.steps, norm, limit, factor, largest, numbers, self.names, skipped, nonfinite, changed)
             )
+            if len(self._rows) == 2 * _ROWS:  # their device is waited for once in a thousand steps
+                self._largest.update(_largest_of(map(_plain, self._rows[:_ROWS])))
+                del self._rows[:_ROWS]
         self.steps += 1
         if changed is not None:
             self._clipped = self._clipped + changed
@@ -134,25 +157,14 @@ class Audit:
     def parameters(self) -> dict[str, int]:
         """How often each parameter was clipped by itself; of a global norm, how often it had the largest share."""
         counts: Counter[str] = Counter({name: int(count) for name, count in self._each.items()})
-        counts.update(row.largest for row in self.rows if row.largest and row.factor < 1)
+        counts.update(self._largest)
+        counts.update(_largest_of(map(_plain, self._rows)))
         return {name: count for name, count in counts.most_common() if count}
 
     @property
     def rows(self) -> list[StepRow]:
         """The last thousand steps that had gradients, oldest first, as plain numbers."""
-        return [
-            StepRow(
-                raw.step,
-                None if raw.norm is None else float(raw.norm),
-                None if raw.limit is None else float(raw.limit),
-                1.0 if raw.factor is None else float(raw.factor),
-                "" if raw.largest is None else raw.names[raw.numbers[int(raw.largest)]],
-                raw.changed is not None and bool(raw.changed),
-                bool(raw.skip),
-                raw.nonfinite,
-            )
-            for raw in self._rows
-        ]
+        return [_plain(raw) for raw in self._rows[-_ROWS:]]
 
     def __str__(self) -> str:
         rows = self.rows

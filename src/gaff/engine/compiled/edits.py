@@ -34,7 +34,7 @@ from gaff.engine.compiled.tell import (
     sign_of_edge,
     tell,
 )
-from gaff.engine.compiled.tracing import CALLER, GIVEN, LEAF, WRITTEN, oddity, take_turn, was_written
+from gaff.engine.compiled.tracing import CALLER, GIVEN, LEAF, WRITTEN, hang, oddity, take_turn, was_written
 from gaff.engine.gradients.tensor_hooks import EDGE, is_at_edge
 from gaff.engine.value_edits import RETURNED, TWINS, find
 from gaff.errors import ExactnessError, PlanError
@@ -201,7 +201,7 @@ class TracedGradientEdit(TracedEdit):
             torch.ops.gaff.arrive([gradient.detach(), new.detach()], ticket, place, sign)
             return new
 
-        tensor.register_hook(arrived)
+        hang(tensor, arrived)
         take_turn(tensor, self.turn, is_first=self.is_first)
 
 

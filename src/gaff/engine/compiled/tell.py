@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gaff.compat import autograd, compiler, memory
 from gaff.engine.compiled.structure import stand_ins, structure_of
-from gaff.engine.compiled.tracing import CALLER, GIVEN, LOOKS, WRITTEN, oddity, take_turn, when_written
+from gaff.engine.compiled.tracing import CALLER, GIVEN, LOOKS, WRITTEN, hang, oddity, take_turn, when_written
 from gaff.engine.gradients.tensor_hooks import told_by_graph
 
 ODD: dict[int, dict[int, str]] = {}  # by place and number: what is odd about a tensor
@@ -280,7 +280,7 @@ def tell_gradients(
             odd = oddity(value)
             note_odd(place, number, odd)
             if odd != CALLER:
-                value.register_hook(_arrival(ticket, place, number, reduce, is_flexible))
+                hang(value, _arrival(ticket, place, number, reduce, is_flexible))
                 take_turn(value)
 
 

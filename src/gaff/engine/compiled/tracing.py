@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from inspect import signature
 from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +19,7 @@ from gaff.compat.autograd import transform_level
 _ANSWER: list[Any] = ["", False, None, ""]  # what is odd; whether written to; what tells that later; why untellable
 TRANSFORMED = "it ran in a transform of torch.func (vmap, grad ...), whose values mean nothing outside"
 OPERATED = "it ran in an operator such as torch.cond or with a wrapper such as a DTensor: compiled code tells nothing"
+_WRITES: list[Any] = []  # Dynamo's record of writes to objects, before a hook that is being set
 LOOKS = ""  # the turn of a hook that only looks at a gradient
 UNSEEN: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by module whose values graphs cannot tell: which of these
 # By this name a node of a graph that sets a hook holds its turn: the version of the tensor, how long the turn of the
@@ -72,6 +74,34 @@ def when_written(note: Callable[[], None]) -> None:
     later, _ANSWER[2] = _ANSWER[2], None
     if later is not None:
         later[0].add_cleanup_hook(lambda: note() if later[1]._version > 0 else None)
+
+
+def hang(value: Tensor, hook: Callable[[Tensor], Any]) -> None:
+    """While Dynamo compiles: ``value.register_hook(hook)``, without the loss of what the traced code writes after it.
+
+    To trace a hook, torch 2.13 sets its record of writes to objects aside, and goes on with a copy. What keeps the
+    attributes of an object that is known by then would still write into the record that was set aside: compiled code
+    would compute with the values of before.
+    """
+    comptime(_hold_writes)
+    value.register_hook(hook)
+    comptime(_restore_writes)
+
+
+def _hold_writes(context: Any) -> None:
+    """Run by Dynamo: remember its record of writes."""
+    _WRITES[:] = [context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.side_effects]
+
+
+def _restore_writes(context: Any) -> None:
+    """Run by Dynamo: put its record of writes back in place of the copy, with what the copy holds."""
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    record, copy = _WRITES.pop(), output.side_effects
+    if copy is not record:
+        for name in signature(type(record)).parameters:
+            if hasattr(copy, name):  # all but the graph that it is of
+                setattr(record, name, getattr(copy, name))
+        output.side_effects = record
 
 
 def take_turn(value: Tensor, turn: str = LOOKS, *, is_first: bool = True) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
 from gaff.compat import autograd
-from gaff.compat.compiler import uncompiled
+from gaff.compat.compiler import leave_once_loaded, uncompiled
 from gaff.engine.gradients.reach import NEVER, Edge, Feeding, find_feeding
 from gaff.engine.replacements import Replacements
 
@@ -138,7 +138,7 @@ def _run_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             _MADE.append(range(first, autograd.next_sequence()))
             _COUNT[0] += 1
 
-    return run_backward
+    return leave_once_loaded(run_backward)
 
 
 # While open: backward passes are noticed.

@@ -36,8 +36,8 @@ class Told:
     step_skipped: Callable[[Any], None]  # by a GradScaler
     loss_scaled: Callable[[Any, Any, Any], None]  # with the loss, what it has become, and the GradScaler
     compiled: Callable[[Any], None]  # with a function that was, or with what a module has become
-    # by clip_grad_norm_: the norm before, and the limit; by clip_grad_value_: None, and the limit
-    clipped: Callable[[Any, Any], None] = lambda norm, most: None
+    # by clip_grad_norm_: the norm before, the limit, and which norm it is; by clip_grad_value_: None, and the limit
+    clipped: Callable[[Any, Any, Any], None] = lambda norm, most, kind: None
     iterated: Callable[[Any], None] = lambda loader: None  # a DataLoader, from its beginning
     saved: Callable[[Any], None] = lambda file: None  # by torch.save, which has written it: what it was given as file
     backward_ended: Callable[[], None] = lambda: None  # without an exception
@@ -186,14 +186,16 @@ def _tell_compiled(told: Told, compiled: Any, model: Any = None, *args: Any, **k
         told.compiled(compiled if isinstance(model, nn.Module) else model)
 
 
-def _tell_norm(told: Told, norm: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> None:
+def _tell_norm(
+    told: Told, norm: Any, parameters: Any, max_norm: float, norm_type: Any = 2.0, *args: Any, **kwargs: Any
+) -> None:
     """``torch.nn.utils.clip_grad_norm_`` has run, which tells the norm that it has found, and the limit."""
-    told.clipped(norm, max_norm)
+    told.clipped(norm, max_norm, norm_type)
 
 
 def _tell_value(told: Told, result: Any, parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> None:
     """``torch.nn.utils.clip_grad_value_`` has run, which tells the limit of each element."""
-    told.clipped(None, clip_value)
+    told.clipped(None, clip_value, None)
 
 
 def _iterate(original: Any, live: list[bool]) -> Any:
@@ -221,7 +223,7 @@ def _tell_loaded(told: Told, keys: Any, module: nn.Module, *args: Any, **kwargs:
 def tell_clipped(norm: Any, most: Any) -> None:
     """Tell that gradients of this norm are about to be scaled down to one of ``most``, by other code than torch's."""
     for told in list(_OPEN):
-        told.clipped(norm, most)
+        told.clipped(norm, most, 2.0)
 
 
 def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:

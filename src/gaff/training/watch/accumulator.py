@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gaff.compat import autograd, elements
 from gaff.record.sample import Key
-from gaff.record.statistics import MAX, MIN, WIDTH
+from gaff.record.statistics import M2, MAX, MEAN, MIN, WIDTH
 from gaff.training.statistics import kernel, on_gpu, plain
 
 _ROOM = 64
@@ -134,6 +134,17 @@ class Accumulator:
     def rows(self, ending: str) -> Iterator[tuple[Key, Tensor]]:
         """The keys whose address ends with ``ending``, such as ``:grad``, with their rows, which go on being filled."""
         return ((key, row) for key, row in self._rows.items() if key[1].endswith(ending))
+
+    def rescale(self, port: str, factor: Any) -> None:
+        """Multiply what was counted so far at this port, of whatever key, as if the tensors had been; not their powers
+        of two. ``factor``: a number, or a tensor of one on any device, which is not waited for."""
+        rows = [row for key, row in self._rows.items() if port in key[1]]
+        for device in {row.device for row in rows}:
+            by = torch.as_tensor(factor, dtype=torch.float64, device=device)
+            here = [row for row in rows if row.device == device]
+            torch._foreach_mul_([row[MEAN] for row in here], by)
+            torch._foreach_mul_([row[M2] for row in here], by * by)
+            torch._foreach_mul_([row[MIN : MAX + 1] for row in here], by)
 
     def take(self) -> tuple[list[Key], list[Tensor]]:
         """All keys, and their rows stacked: one tensor a device, in order.

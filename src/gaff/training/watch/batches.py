@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gaff.address.nested import size_bytes
 from gaff.inspection.nonfinite.rerun import Batch
-from gaff.training.watch.loss_graph import leaves_behind
+from gaff.training.watch.loss_graph import is_of_others, leaves_behind
 from gaff.training.watch.models import Model, Models
 
 _KEPT = 16  # batches of one step
@@ -79,6 +79,8 @@ class StepBatches:
         so where no model was seen to run, too: if the parameter behind ``loss`` is of another one, it is that. None
         where the models were given, and this is the loss of another one, as far as the nodes behind it tell.
         """
+        if models.is_given and is_of_others(loss, models.owner_of):
+            return None
         if self._ran:
             ran = frozenset(self._ran)
             self._ran.clear()
@@ -88,10 +90,9 @@ class StepBatches:
                 self._together[ran] = self._called.setdefault(owners or ran, ", ".join(sorted(ran)))
             self._whose = self._together[ran]
             return self._whose
-        leaves, is_all = leaves_behind(loss)
         if models.is_given:
-            theirs = {models.owner_of(leaf) for leaf in leaves}
-            return self._whose if not theirs or theirs - {""} or not is_all else None
+            return self._whose
+        leaves, _ = leaves_behind(loss)
         owner = models.owner_of(next(iter(leaves), None))
         return owner if owner and owner not in self._whose.split(", ") else self._whose
 

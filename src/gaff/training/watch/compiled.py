@@ -41,8 +41,8 @@ class InsideCompiled:
         stance = compiler.stance()
         is_strict = stance in _STRICT
         note = f"compiled code was not looked at while the program's stance to compile was {stance!r}"
-        if is_strict and note not in self._models.missed:
-            self._models.missed.append(note)
+        if is_strict:
+            self._models.missed.note(note)
         return is_strict
 
     def _has_room(self, model: Model) -> bool:
@@ -63,8 +63,7 @@ class InsideCompiled:
             note = f"compiled code is not looked at any more: {_MOST_OWN} variants of it were compiled for that"
         else:
             return not is_unknown
-        if note not in self._models.missed:
-            self._models.missed.append(note)
+        self._models.missed.note(note)
         return False
 
     def is_needed(self) -> bool:
@@ -98,9 +97,7 @@ class InsideCompiled:
 
         unseen = {(type(module).__name__, why) for module, why in UNSEEN.items() if module in self._models.entries}
         for name, why in sorted(unseen):
-            note = f"{name} in compiled code is not looked at: {why}"
-            if note not in self._models.missed:
-                self._models.missed.append(note)
+            self._models.missed.note(f"{name} in compiled code is not looked at: {why}")
 
     def close(self) -> None:
         """Take the hooks of all models away, so that nothing of gaff's stays on a module."""

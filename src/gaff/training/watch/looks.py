@@ -138,8 +138,15 @@ class Looks:
         self.sampled = self._target = None
 
     def stepped(self, optimizer: Any, steps: OptimizerSteps) -> bool:
-        """An optimizer has made a step, which ``steps`` is told; returns whether that has ended one of the run."""
-        return self.modes.stepped(self._models.stepped_by(optimizer), is_over=steps.ends(optimizer, self.sampled))
+        """An optimizer has made a step, which ``steps`` is told; returns whether that has ended one of the run.
+
+        Where gradients came late, steps end in the middle of what belongs together: this optimizer, which they were
+        for, is to end them.
+        """
+        is_over = steps.ends(optimizer, self.sampled)
+        if self._models.missed.late and steps.optimizers.leads_from_now(optimizer):
+            self._models.missed.late.clear()
+        return self.modes.stepped(self._models.stepped_by(optimizer), is_over=is_over)
 
     def run_begins(self, step: int, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A run that trains begins: in a sampled step its inputs, batch size and precision are noted.
@@ -169,9 +176,13 @@ class Looks:
                 sampled.facts["batch_norm"] = {model.name: norms}
             self._setup.batch_given(module, args, kwargs)
 
-    def backward_begins(self) -> None:
-        """Gradients are asked for: whatever ran before, its graph may be needed."""
+    def backward_begins(self) -> SampledStep | None:
+        """Gradients are asked for; returns the look in progress, which hears of recomputations. What ran before may
+        have needed its graph."""
         self._graphs.backward_begins()
+        if self.sampled is not None:
+            self._calls.switch(is_on=True)
+        return self.sampled
 
     def evaluation_begins(
         self, step: int, model: Model, module: nn.Module, given: tuple[Any, Any], distance: int

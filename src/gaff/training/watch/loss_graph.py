@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -273,6 +273,17 @@ def leaves_behind(loss: Tensor) -> tuple[list[Tensor], bool]:
     nodes = list(islice(nodes_behind(nodes_of([loss])), _MOST_NODES))
     variables: list[Tensor | None] = [getattr(node, "variable", None) for node in nodes]
     return [one for one in variables if one is not None], len(nodes) < _MOST_NODES
+
+
+def is_of_others(loss: Tensor, owner_of: Callable[[Tensor], str]) -> bool:
+    """Whether a loss depends on parameters, all without an owner by ``owner_of``; False if 1,000 nodes do not tell."""
+    is_any = False
+    for at, node in enumerate(nodes_behind(nodes_of([loss]))):
+        leaf = getattr(node, "variable", None)
+        if at == _MOST_NODES or (leaf is not None and owner_of(leaf)):
+            return False
+        is_any = is_any or leaf is not None
+    return is_any
 
 
 def first_numbers(loss: Tensor) -> list[int]:

@@ -30,6 +30,7 @@ _FEW, _FAR = 3, 100  # losses before an early spike, and how many times the larg
 _DEVIATIONS = 6.0
 _EARLY = 32  # backward passes in which attention by hand is looked for: how it is written stays
 _OF_VALUE = ("classes", "mean_of", "scores", "summed", "bounded")  # facts of what a loss is given, and what it may be
+_EUCLIDEAN = 2.0
 _HIGH = 3.0  # deviations above which a loss has left what it was lately
 
 
@@ -103,22 +104,25 @@ class Losses:
         self._scaled = [one for one in self._scaled if one[0]() is not None][-8:]
         self._scaled.append((ref(scaled), ref(loss), loss.detach(), scaler))
 
-    def clipped(self, norm: Any, most: Any, *, is_stale: bool = False) -> None:
+    def clipped(self, norm: Any, most: Any, kind: Any = 2.0, *, is_stale: bool = False) -> None:
         """``clip_grad_norm_`` has found this norm, and scales gradients to ``most`` where it is more. Never waits.
 
-        ``is_stale``: they are those of the step before. Without a norm ``clip_grad_value_`` has limited each element.
-        A norm of which each process has a part (FSDP2, tensor parallelism) is left out: it takes all of them to tell.
+        What was clipped in parts has one norm, the root of the sum of squares, if they are Euclidean ones (``kind``).
+        What is measured after that, by an endless limit, is left out. ``is_stale``: they are those of the step before.
+        Without a norm ``clip_grad_value_`` has limited each element. A norm of which each process has a part (FSDP2,
+        tensor parallelism) is left out, too: it takes all of them to tell.
         """
         if norm is None:
             self.facts["clipped_by_value"] = float(most)
             return
         known = distributed.known_here(norm.detach()) if isinstance(norm, Tensor) else float(norm)
-        if known is None:
+        if known is None or ("clipped" in self.facts and math.isinf(float(most))):
             return
-        self.unclipped = known
+        if float(kind) == _EUCLIDEAN:
+            self.unclipped = known if self.unclipped is None else _hypot(self.unclipped, known)
         factor = self.factor_on()
         self.facts["clipped"] = {
-            "norm": self.unclipped,
+            "norm": known,
             "most": float(most),
             "factor": 1.0 if factor is None else factor,
             "passes": self.in_step,
@@ -314,6 +318,14 @@ class PastLosses:
         """Mean and standard deviation (of the population) of the values held; there must be one at least."""
         offset = self._sum / len(self.values)
         return self.first + offset, math.sqrt(max(0.0, self._squares / len(self.values) - offset * offset))
+
+
+def _hypot(one: Any, other: Any) -> Any:
+    """The root of the sum of two squares, of numbers or of tensors, on the device of the first of these."""
+    given = next((part for part in (one, other) if isinstance(part, Tensor)), None)
+    if given is None:
+        return math.hypot(one, other)
+    return torch.hypot(*(torch.as_tensor(part, dtype=torch.float32, device=given.device) for part in (one, other)))
 
 
 def _scale_of(scaler: Any) -> Any:

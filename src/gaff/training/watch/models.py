@@ -32,7 +32,7 @@ _RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.SEL
 _ALONG_ONE = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)  # channels are dimension 1
 _MIXING = (*_ALONG_ONE, nn.Linear, nn.LayerNorm, nn.Embedding, nn.Bilinear)
 _NAMES_OF_RECTIFIERS = ("GELU", "SiLU", "ReLU", "Activation", "Swish")
-
+_SHOWN = 3  # sites in one line
 
 Place = tuple[int | str, ...]  # of a tensor in what a module returned
 
@@ -102,6 +102,30 @@ class Model:
         return known[2]
 
 
+class Missed:
+    """What of models was not looked at, and why, to be told when the run is over.
+
+    ``late``: the gradients that came after the look in which their forward was seen.
+    """
+
+    def __init__(self) -> None:
+        self.late: set[Key] = set()
+        self._notes: dict[str, None] = {}
+
+    def note(self, text: str) -> None:
+        """Have this line told, once."""
+        self._notes[text] = None
+
+    def lines(self) -> list[str]:
+        """All that is to be told."""
+        if not self.late:
+            return list(self._notes)
+        some = ", ".join(f"{model}.{site}" for model, site in sorted(self.late)[:_SHOWN])
+        more = f" and {len(self.late) - _SHOWN} more" if len(self.late) > _SHOWN else ""
+        told = f"gradients that came after the step of their forward were not looked at: {some}{more}"
+        return [*self._notes, told]
+
+
 class Models:
     """All watched models of a process, and their modules.
 
@@ -115,7 +139,7 @@ class Models:
         self.entries: weakref.WeakKeyDictionary[nn.Module, WatchedModule] = weakref.WeakKeyDictionary()
         self.called_often: set[Key] = set()  # outputs of modules that are called several times in a step
         self.is_fresh = False  # parameters were read again since the last window began
-        self.missed: list[str] = []  # filters that name nothing of a model
+        self.missed = Missed()
         self._only = [_module_filter(one) for one in only]
         self._skip = [_module_filter(one) for one in skip]
         self._passed_over: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -253,7 +277,7 @@ class Models:
         try:
             wanted = self.select(root)
         except SiteError as error:  # of one of several models; told when the run ends
-            self.missed.append(f"{model.name}: {error}")
+            self.missed.note(f"{model.name}: {error}")
             wanted = set()
         self._has_wanted |= wanted is None or bool(wanted)
         routings = routings_of(unwrap(root))

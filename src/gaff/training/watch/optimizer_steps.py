@@ -89,12 +89,12 @@ class OptimizerSteps:
         if self.optimizers.counts:
             self.idle.passed(max(self.optimizers.counts.values()))
 
-    def clipped(self, note: Callable[..., None]) -> Callable[[Any, Any], None]:
-        """What to call when gradients are clipped: ``note`` with norm, limit, and whether they are the last step's.
+    def clipped(self, note: Callable[..., None]) -> Callable[[Any, Any, Any], None]:
+        """What to call when gradients are clipped: ``note`` with all of that, and whether they are the last step's.
 
         The norm is None where each element was.
         """
-        return lambda norm, most: note(norm, most, is_stale=self.lost.is_stale(self.optimizers.counts))
+        return lambda *told: note(*told, is_stale=self.lost.is_stale(self.optimizers.counts))
 
     def begins(self, optimizer: Any, sampled: SampledStep | None, *, has_closure: bool, is_scaled: bool) -> None:
         """An optimizer is about to step; in a sampled step its gradients and weights are counted now.

@@ -50,6 +50,7 @@ class Optimizers:
         self._models = models
         self._is_any = is_any
         self._leader: weakref.ref[Any] | None = None
+        self._has_changed = False  # as ``leads_from_now`` tells
         self._now: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # steps since the leader's last
         self._made_by: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()
         self._all: list[_Made] = []  # also of optimizers that are gone
@@ -135,6 +136,19 @@ class Optimizers:
             self._renewed += len(kept) < len(self._all)
             self._all = [*kept, known]
         return known.steps
+
+    def leads_from_now(self, optimizer: Any) -> bool:
+        """Whether this one, which has just made a step and is not the leader, becomes it: once in a whole run.
+
+        For a run whose steps would end in the middle of an iteration, as between the halves of one of a GAN, and part
+        forwards from their backward passes.
+        """
+        leader = self._leader() if self._leader is not None else None
+        if self._has_changed or leader is None or leader is optimizer:
+            return False
+        self._has_changed, self._leader = True, weakref.ref(optimizer)
+        self._now.clear()
+        return True
 
     def stepped(self, optimizer: Any) -> bool:
         """Count a step of ``optimizer``; whether it ends a step of the run, being the leader's."""

@@ -164,7 +164,7 @@ class SampledStep:
         self.facts: dict[str, Any] = {}
         self.modules_called: set[Key] = set()
         self.is_open = True
-        self.scale: Any = 1.0  # of the loss whose gradients come; a tensor where it is on a device
+        self.scale: Any = 1.0  # of all gradients that were counted; a tensor where it is on a device
         self._models = models
         self._shield = shield
         self._latest = LatestTensor()
@@ -176,6 +176,16 @@ class SampledStep:
         self.is_open = False
         self.notes |= self.numbers.notes
         self._models.called_often.update(_share(self._outputs, self.numbers))
+
+    def gradients_come(self, scale: Any) -> None:
+        """A backward pass begins whose loss was multiplied by ``scale``; what was counted before is told as if its was.
+
+        So all gradients of a look have one scale, also where some of its losses go through a GradScaler, or two do.
+        Waits for no device.
+        """
+        if isinstance(scale, Tensor) or isinstance(self.scale, Tensor) or scale != self.scale:
+            self.numbers.rescale(":grad_output", scale / self.scale)
+        self.scale = scale
 
     @property
     def size_bytes(self) -> int:
@@ -311,7 +321,7 @@ class SampledStep:
         has_units = entry.kind in ("rectifier", "tanh", "sigmoid") or not entry.path
         self._observe(key, value, self._latest.channels_at if has_units else None)
         if entry.kind in ("tanh", "sigmoid"):
-            self._count_saturated(key, value, entry.kind)
+            _count_saturated(self.numbers, key, value, entry.kind)
         self._latest.set(tensor, key, is_inside=self._stands is not None)
         one.is_followed = self._follow(entry, place, tensor) or one.is_followed
 
@@ -356,6 +366,7 @@ class SampledStep:
         it is what the model computes, and no gradient of the loss.
         """
         if not self.is_open:
+            self._models.missed.late.add(key)
             return
         if self.runs.inside and torch.is_grad_enabled():
             self.notes.add(f"{key[1]}: gradients of a pass that the forward itself runs are not looked at")
@@ -382,14 +393,15 @@ class SampledStep:
         if value is not None and units is not None:
             self.numbers.observe_units(key, value, *units)
 
-    def _count_saturated(self, key: Key, value: Tensor, kind: str) -> None:
-        """Count the elements at which the function is nearly flat: where its slope is below 6 % of the largest.
 
-        That is beyond 0.97 in magnitude for tanh, and nearer to 0 or 1 than 0.015 for sigmoid. No synchronisation.
-        """
-        with torch.no_grad():
-            far = value.abs() > 0.97 if kind == "tanh" else (value - 0.5).abs() > 0.485
-            self.numbers.add_share("saturated", key, far.sum(), value.numel())
+def _count_saturated(numbers: Accumulator, key: Key, value: Tensor, kind: str) -> None:
+    """Count the elements at which the function is nearly flat: where its slope is below 6 % of the largest.
+
+    That is beyond 0.97 in magnitude for tanh, and nearer to 0 or 1 than 0.015 for sigmoid. No synchronisation.
+    """
+    with torch.no_grad():
+        far = value.abs() > 0.97 if kind == "tanh" else (value - 0.5).abs() > 0.485
+        numbers.add_share("saturated", key, far.sum(), value.numel())
 
 
 def _first(rows: Iterable[tuple[Key, Tensor]], last: int) -> Key | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.compat import memory
+from gaff.compat import elements, memory
 from gaff.record.sample import Key, address_of
 from gaff.training.statistics.plain import in_memory_order
 from gaff.training.watch.accumulator import Accumulator, readable
@@ -166,10 +166,10 @@ class Update:
             if known is not None:
                 seconds.append((one, *known))
         if firsts:
-            norms = torch._foreach_norm([first for _, first in firsts])
+            norms = torch._foreach_norm([first for _, first in firsts], dtype=elements.wide_type(firsts[0][1]))
             for (one, first), norm in zip(firsts, norms, strict=True):
-                elements = one.parameter.numel() * (2 if one.parameter.is_complex() else 1)  # as ``first`` has pairs
-                one.momentum = norm * math.sqrt(elements / max(1, first.numel()))
+                size = one.parameter.numel() * (2 if one.parameter.is_complex() else 1)  # as ``first`` has pairs
+                one.momentum = norm * math.sqrt(size / max(1, first.numel()))
         if seconds:
             expected = torch._foreach_div([second for _, _, second, _ in seconds], [scale for *_, scale in seconds])
             smallest = [float(one.group.get("eps", 1e-8)) ** 2 for one, *_ in seconds]
@@ -344,7 +344,7 @@ def _second_moment(state: dict[str, Any], one: Owned) -> tuple[Tensor, Tensor, f
         return None  # samples of the two would be of other elements
     if isinstance(count, Tensor) and count.device.type != "cpu":
         return None  # of a capturable or fused optimizer: not worth waiting for
-    return some_of(gradient, _FEW), some_of(second, _FEW), 1 - float(betas[1]) ** float(count)
+    return _wide(some_of(gradient, _FEW)), _wide(some_of(second, _FEW)), 1 - float(betas[1]) ** float(count)
 
 
 def _layout(value: Tensor) -> list[int]:

@@ -203,21 +203,18 @@ class Watcher:
         if owned and all(whose is None for *_, whose in owned):
             return
         self._enter(LoopEvent.BACKWARD_BEGINS)
-        self._looks.backward_begins()
         self._alone.backward_begins()
-        sampled = self._looks.sampled
-        if sampled is not None:
-            self._calls.switch(is_on=True)  # for recomputations
+        sampled = self._looks.backward_begins()
         self._steps.backward_begins(self._losses.count, losses, self._batches.latest, is_sampled=sampled is not None)
         for at, loss, whose in owned:
             noted = self._losses.note(loss, at, whose=whose or "", is_sampled=sampled is not None)
-            if sampled is not None:
-                sampled.scale = noted.scale
             if noted.spike is not None and not self._batches.is_rest():
                 for spiked in incidents.of_spike(noted.spike, self.step, self._batches.kept):
                     self.reporter.add(self._flight.keep_for(spiked, self._batches.kept), self.step)
             if noted.is_nonfinite:
                 self._origin.find(f"the loss {noted.name!r}", self.step, sampled, loss=loss)
+        if sampled is not None:
+            sampled.gradients_come(noted.scale if owned else 1.0)
 
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
         """An optimizer is about to step: in a sampled step gradients and weights are counted, and NaN looked for."""
@@ -310,7 +307,7 @@ def _notes(
 
     A reader must be able to tell a layer without numbers that was healthy from one that nobody could see.
     """
-    told = [*models.missed, *map(_UNTOLD.format, partial_losses)]
+    told = [*models.missed.lines(), *map(_UNTOLD.format, partial_losses)]
     if looks.is_endless:
         told.append("no optimizer's step came for long: the first runs were looked at, then no more")
     elif not has_steps:
