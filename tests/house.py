@@ -34,7 +34,7 @@ FLOORS = (
     ("errors", "version"),
 )
 MOST_LINES = 43_050
-MOST_OF_CORE = 15_000
+MOST_OF_CORE = 15_050
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

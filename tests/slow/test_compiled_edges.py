@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import itertools
+import math
 import pickle
 import sys
 import types
@@ -1089,3 +1090,147 @@ def test_a_forward_that_was_decorated_stays_in_the_graph_of_what_is_compiled_aro
         assert all(map(torch.equal, numbers, bare))
         if opened is captured:
             assert session["inner.0"].shape == session["inner.0.inner:grad_output"].shape == (3, 4)
+
+
+class State:
+    def __init__(self):
+        self.gain, self.seen = 1.0, None
+
+
+class WritesObject(Two):
+    """Makes an object, and writes into it between and after its modules."""
+
+    def forward(self, x):
+        state = State()
+        h = self.a(x)
+        state.gain, state.seen, state.new = 3.0, h, 2.0
+        return self.b(state.seen * state.gain * state.new)
+
+
+class WritesSelf(Two):
+    """Adds up a second loss in an attribute of its own, as mixtures of experts do."""
+
+    def forward(self, x):
+        self.aux = 0.0
+        for block in (self.a, self.b):
+            x = block(x)
+            self.aux = self.aux + x.square().mean()
+        return x
+
+
+class WritesGiven(Two):
+    """Fills a cache that it makes itself if it is given none, as language models do."""
+
+    def forward(self, x, cache=None):
+        cache = State() if cache is None else cache
+        for block in (self.a, self.b):
+            x = block(x)
+            cache.seen = x if cache.seen is None else cache.seen + x
+        return x * cache.seen
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("make", [WritesObject, WritesSelf, WritesGiven])
+def test_what_a_forward_writes_into_objects_is_there_after_hooks_of_gradients(make, fullgraph, tmp_path):
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(3, 4)
+
+    def outcome(one):
+        model.zero_grad(set_to_none=True)
+        y = one(x)
+        (y.sum() + getattr(model, "aux", 0.0)).backward()
+        found = [y.detach().clone(), model.a.weight.grad.clone(), torch.as_tensor(getattr(model, "aux", 0.0)).detach()]
+        model.__dict__.pop("aux", None)
+        return found
+
+    expected = outcome(model)
+    ran = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    counters.clear()
+    torch.testing.assert_close(outcome(ran), expected)
+    graphs = counters["stats"]["unique_graphs"]
+    with gaff.capture(ran, "a:grad_output", "b") as got:
+        torch.testing.assert_close(outcome(ran), expected)
+    assert got["a:grad_output"] is not None
+    with gaff.edit(ran, {"a:grad_output": edits.scale(1.0), "b:grad_output": edits.scale(1.0)}) as receipt:
+        torch.testing.assert_close(outcome(ran), expected)
+    assert [one.hits for one in receipt.receipt.rows] == [1, 1]
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with gaff.watch(ran, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(3):
+            torch.testing.assert_close(outcome(ran), expected)
+            optimizer.step()
+    told = gaff.load(tmp_path / "run").series("a:grad_output", "norm").values
+    assert len(told) == 3
+    assert all(map(math.isfinite, told))
+    counters.clear()
+    torch.testing.assert_close(outcome(ran), expected)  # by the graph that was there before
+    assert (graphs, counters["stats"]["unique_graphs"]) == (1, 0)
+
+
+def test_a_compiled_step_that_calls_backward_is_not_compiled_again_for_sessions():
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(3, 4)
+
+    @torch.compile(backend="eager")
+    def step(x):
+        model.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss
+
+    step(x)
+    with gaff.capture(model, "0.weight:grad", reduce=gaff.keep.norm()) as got:
+        step(x)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(4):
+                step(x)
+    assert len(got.all("0.weight:grad")) == 5
+
+
+def reads_a_value(tensor):
+    return tensor * 3 if tensor.sum() > 0 else tensor * 2
+
+
+def raises(tensor):
+    raise ValueError("mine")
+
+
+@pytest.mark.parametrize("port", ["b", "b:grad_output"])
+@pytest.mark.parametrize("change", [reads_a_value, edits.add(torch.ones(7)), raises], ids=["reads", "misfit", "raises"])
+@pytest.mark.parametrize("was_compiled", [True, False])
+def test_an_edit_that_no_graph_can_hold_leaves_the_program_as_it_was_compiled(port, change, was_compiled):
+    model, x, sizes = Two(), torch.randn(3, 4), []
+
+    def backend(graph, given):
+        size = sum(node.op.startswith("call") for node in graph.graph.nodes)
+
+        def run(*args):
+            sizes.append(size)
+            return graph(*args)
+
+        return run
+
+    ran = torch.compile(model, backend=backend)
+
+    def graphs():
+        sizes.clear()
+        ran(x)["y"].sum().backward()
+        return list(sizes)
+
+    before = graphs() if was_compiled else [2]
+    edit = gaff.edit(ran, {port: change})
+    with contextlib.suppress(Exception), edit:
+        graphs()
+    assert graphs() == before == [2]
+    if change is reads_a_value:
+        assert any("could not be compiled" in one for one in edit.receipt.notes)
+
+
+def test_a_gradient_that_compiled_autograd_hides_is_refused():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(3, 4)
+    ran = torch.compile(model, backend="aot_eager")
+    with gaff.capture(ran, "2:grad_output", "2.weight:grad") as got:
+        loss = ran(x).sum()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward()
+    with pytest.raises(gaff.GaffError, match="compiled autograd was switched on while the session was open"):
+        got["2:grad_output"]

@@ -34,6 +34,9 @@ class OwnVariants:
     Sessions may be open at once, and close in any order. Does nothing in a process that has compiled nothing.
     """
 
+    def __init__(self) -> None:
+        self._before: set[Any] = set()  # code that Dynamo knew before
+
     def open(self) -> None:
         """Begin; does nothing where it has begun already. May be called again after ``close``."""
         with _lock:
@@ -42,14 +45,21 @@ class OwnVariants:
             if not _open:
                 _mark_all(_LENT)
                 _unheard.append(compiler.on_compiling(_claim))
+            self._before = {code for code, _ in _entries()}
             _open.append(self)
 
-    def close(self) -> None:
-        """End: what was compiled since ``open`` counts no more, whenever the program runs."""
+    def close(self, *, drops: bool = False) -> None:
+        """End: what was compiled since ``open`` counts no more, whenever the program runs.
+
+        ``drops``: it is thrown away, since graphs ended at what a hook of ours called, and begin anew behind it. Such a
+        variant may fit the program's calls without hooks, too, or its code be left uncompiled for good.
+        """
         with _lock:
             if self not in _open:
                 return
             _claim()
+            if drops:
+                _drop(self._before)
             _open.remove(self)
             if _open:
                 return
@@ -113,6 +123,13 @@ def _guards() -> Iterator[Any]:
 
 def _by_code() -> Iterator[list[Any]]:
     """The guards of each variant that torch keeps, a list for each compiled function."""
+    for _, entries in _entries():
+        guards = [one.guard_manager for one in entries]
+        yield [one for one in guards if isinstance(getattr(one, "id_matched_objs", None), dict)]
+
+
+def _entries() -> Iterator[tuple[Any, list[Any]]]:
+    """The code of each function that Dynamo has come upon, and the variants of it that torch keeps."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     codes: Any = getattr(getattr(frames, "input_codes", None), "seen", ())
     if not codes:
@@ -122,5 +139,22 @@ def _by_code() -> Iterator[list[Any]]:
     for reference in list(codes):
         code = reference()
         if code is not None:
-            guards = [one.guard_manager for one in _debug_get_cache_entry_list(code)]
-            yield [one for one in guards if isinstance(getattr(one, "id_matched_objs", None), dict)]
+            yield code, _debug_get_cache_entry_list(code)
+
+
+def _drop(before: set[Any]) -> None:
+    """Throw away all variants with hooks of ours, of code that Dynamo did not know ``before`` or had compiled, and let
+    it be compiled again where Dynamo has given it up since."""
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo import types
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    usual: Any = types.FrameAction.DEFAULT  # type: ignore[attr-defined]
+    for code, entries in list(_entries()):
+        ours = [one for one in entries if _owner_of(one.guard_manager) is _OURS]
+        if code in before and len(ours) == len(entries):
+            continue
+        for one in ours:
+            guards: Any = one.guard_manager
+            guards.extra_state.invalidate(one, DeletedGuardManagerWrapper("a session of gaff was closed"))
+        set_code_exec_strategy(code, types.FrameExecStrategy(usual, usual))  # type: ignore[attr-defined]

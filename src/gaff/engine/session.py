@@ -169,7 +169,8 @@ class Session:
                 opening.enter_context(worker_watch)
             ports = {tap.found.site.port for tap in wiring.taps if isinstance(tap, Tap)}
             if wiring.has_marks:
-                AHEAD.append(ahead := partial(wiring.gradients.settle_later, is_final=False))
+                is_inside = self._inside is not None
+                AHEAD.append(ahead := partial(wiring.gradients.pass_begins, is_inside=is_inside))
                 opening.callback(AHEAD.remove, ahead)
                 opening.enter_context(pass_watch)
             if "outer_grad" in ports and self._model is not None:

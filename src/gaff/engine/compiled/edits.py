@@ -34,7 +34,7 @@ from gaff.engine.compiled.tell import (
     sign_of_edge,
     tell,
 )
-from gaff.engine.compiled.tracing import CALLER, GIVEN, LEAF, WRITTEN, hang, oddity, take_turn, was_written
+from gaff.engine.compiled.tracing import CALLER, GIVEN, LEAF, WRITTEN, hang, note_edit, oddity, take_turn, was_written
 from gaff.engine.gradients.tensor_hooks import EDGE, is_at_edge
 from gaff.engine.value_edits import RETURNED, TWINS, find
 from gaff.errors import ExactnessError, PlanError
@@ -120,7 +120,10 @@ class TracedEdit(Receiver):
         if self.is_cut and not self.switch.is_on:
             return old.clone(), ""
         given = old.clone() if self.may_write else old
+        place = new_place()
+        note_edit(place, is_done=False)
         new = self.apply(given)
+        note_edit(place, is_done=True)
         if self.may_write and was_written(given):
             return old, _WROTE
         if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
@@ -186,6 +189,7 @@ class TracedGradientEdit(TracedEdit):
         odd = oddity(tensor)
         why = _VIEW if is_view(tensor) else _ODD.get(odd, "")
         if why:
+            note_edit(new_place(), is_done=False)
             raise PlanError(f"{self.site}: {why}")  # torch breaks the graph here, or tells it where none may be broken
         ticket, place = self.ticket.clone(), new_place()
         note_odd(place, 0, odd)

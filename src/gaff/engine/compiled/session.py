@@ -27,7 +27,7 @@ from gaff.engine.compiled.edits import TracedEdit, TracedGradientEdit
 from gaff.engine.compiled.hooks import EntryHook, ExitHook, HookInside, LeaveHook
 from gaff.engine.compiled.own_forward import OwnForward
 from gaff.engine.compiled.tell import Inside
-from gaff.engine.compiled.tracing import OPERATED, UNSEEN
+from gaff.engine.compiled.tracing import OPERATED, UNSEEN, take_unfinished
 from gaff.engine.force_eager import EAGER, EAGER_IF_ANY, forced_eager
 from gaff.engine.modules import ended, entered, install
 from gaff.engine.node import Node
@@ -287,7 +287,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         Raises ExactnessError for edits that would still have to act, in a backward or in a recomputation, unless
         another exception is on its way.
         """
-        self._own.close()
+        is_broken = take_unfinished()
         graphs, breaks = (now - then for now, then in zip(compiler.compile_counts(), self._counts, strict=True))
         made = (count - self._variants.get(frame, 0) for frame, count in compiler.variants().items())
         _MADE.update(dict.fromkeys(self._codes, max(made, default=0)))
@@ -295,6 +295,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         if is_to_come:
             gc.collect()  # of graphs that nobody but a cycle holds
             is_to_come = self._has_gradients_to_come()
+        self._own.close(drops=is_broken)
         has_run = any(receiver.tellers for receiver in self._inside.receivers)  # frames with our hooks
         self._inside.close()
         for edit in self._made:
@@ -309,6 +310,11 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
             self._notes.append(
                 f"hooks were inside compiled code: {counted(graphs, 'graph')} compiled while the session was open, "
                 f"and torch counted {counted(breaks, 'graph break')}"
+            )
+        if is_broken:
+            self._notes.append(
+                "compiled code ended its graphs at an edit that could not be compiled (it reads a value, prints): "
+                "it ran as Python, and what was compiled for it was thrown away when the session closed"
             )
         if is_to_come and exc[0] is None:
             raise ExactnessError(

@@ -19,6 +19,7 @@ from gaff.compat.autograd import transform_level
 _ANSWER: list[Any] = ["", False, None, ""]  # what is odd; whether written to; what tells that later; why untellable
 TRANSFORMED = "it ran in a transform of torch.func (vmap, grad ...), whose values mean nothing outside"
 OPERATED = "it ran in an operator such as torch.cond or with a wrapper such as a DTensor: compiled code tells nothing"
+_UNFINISHED: set[int] = set()  # places in traced code at which an edit has begun
 _WRITES: list[Any] = []  # Dynamo's record of writes to objects, before a hook that is being set
 LOOKS = ""  # the turn of a hook that only looks at a gradient
 UNSEEN: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by module whose values graphs cannot tell: which of these
@@ -60,6 +61,19 @@ def is_untold(module: Any, values: Iterable[Tensor] = ()) -> bool:
     for value in values:
         _examine_type_of(value, module)
     return bool(_answer(3))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def note_edit(place: int, *, is_done: bool) -> None:
+    """As Dynamo traces: an edit begins at this place, or has become part of the graph: see ``take_unfinished``."""
+    (_UNFINISHED.discard if is_done else _UNFINISHED.add)(place)
+
+
+def take_unfinished() -> bool:
+    """Whether there were edits since this was last asked that Dynamo could not make part of a graph."""
+    found = bool(_UNFINISHED)
+    _UNFINISHED.clear()
+    return found
 
 
 def _examine_type_of(value: Tensor, module: Any) -> None:

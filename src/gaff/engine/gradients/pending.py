@@ -19,7 +19,7 @@ from torch import Tensor
 from gaff.address.nested import iter_tensors
 from gaff.compat import autograd, memory, modes
 from gaff.compat.autograd import is_wrapper
-from gaff.compat.compiler import uncompiled
+from gaff.compat.compiler import has_compiled_autograd, uncompiled
 from gaff.engine.clock import Run
 from gaff.engine.gradients.armed import Armed, ArmedShare, ArmedView, Met
 from gaff.engine.gradients.later import Later
@@ -36,6 +36,10 @@ from gaff.engine.gradients.tensor_hooks import (
 from gaff.engine.streams import Stream
 
 NOT_REACHED = "backward ran, but no gradient reached this tensor"
+_HIDDEN = (
+    "compiled autograd was switched on while the session was open: such a pass does not tell the gradients of compiled "
+    "code; switch it on before, and the session lets compiled code run eagerly"
+)
 BEHIND_VIEW = f"{NOT_REACHED}; a pass that ends at the view which :outer_grad gives a module's caller does not"
 _NUMBERS = itertools.count()
 _MOST_PASSES = 256  # held with the runs that they reached, each of which counts the calls of all modules
@@ -63,6 +67,7 @@ class Gradients:
         self._armed: list[Armed] = []
         self.met = Met()
         self._prune_at = 256
+        self._is_hidden = False  # a pass was compiled as a whole, while compiled code was to tell gradients
         self._tasks: dict[int, dict[Run, None]] = {}
         self.later = Later()
 
@@ -245,6 +250,11 @@ class Gradients:
         """Set the hooks of tensors that have come to require grad; tell the streams of the others, if ``is_final``."""
         self.later.settle(self.arm, is_final=is_final)
 
+    def pass_begins(self, *, is_inside: bool) -> None:
+        """A backward pass is about to begin; ``is_inside``: hooks are inside compiled code."""
+        self._is_hidden = self._is_hidden or (is_inside and has_compiled_autograd())
+        self.settle_later(is_final=False)
+
     def _prune(self) -> None:
         """Forget hooks whose autograd graph is gone, and tell their streams what never came.
 
@@ -271,7 +281,7 @@ class Gradients:
             if armed.fired or at in told or not armed.run.has_backward:
                 continue
             told.add(at)
-            refused = armed.why_refused()
+            refused = armed.why_refused() or (_HIDDEN if self._is_hidden else "")
             if refused:
                 armed.refuse(refused)
             else:
