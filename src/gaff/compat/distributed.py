@@ -11,6 +11,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -317,6 +318,23 @@ def unreplicated(model: Any) -> Any:
             if isinstance(child, torch.nn.parallel.DistributedDataParallel):
                 module._modules[name] = child.module
     return model
+
+
+@contextmanager
+def unreplicated_calls(model: Any) -> Iterator[None]:
+    """Inside parts of ``model`` within DistributedDataParallel run as they are: no process asks others for anything."""
+    replicated = [one for one in model.modules() if isinstance(one, torch.nn.parallel.DistributedDataParallel)]
+    known = [(one, one.__dict__.get("forward")) for one in replicated]
+    for one in replicated:
+        one.__dict__["forward"] = one.module.__call__
+    try:
+        yield
+    finally:
+        for one, forward in known:
+            if forward is None:
+                del one.__dict__["forward"]
+            else:
+                one.__dict__["forward"] = forward
 
 
 def over_parts(values: list[Tensor], owners: list[Tensor], kind: str) -> list[Tensor]:

@@ -205,30 +205,26 @@ class Guard(Unopened):
 
     def _judge(self, sums: list[Tensor], is_bad: bool, has_bad_gradients: Callable[[], bool]) -> None:
         """Alarm where any process has found something that is not finite; each asks the others, in one order."""
-        is_bad_elsewhere = self._is_bad_in_a_replica(is_bad) and not is_bad
-        if self._search.anywhere(is_bad):
-            has_gradients = self._search.anywhere(has_bad_gradients())  # large ones overflow as well
-            if has_gradients or self._search.anywhere(not are_finite(sums)):
-                self._alarm(has_gradients=has_gradients)
-        if is_bad_elsewhere:
-            self._tell(Report(True, STEP, direction="forward", cause="another process tells where"))
+        is_bad_anywhere = _in_any_replica(self._replicated, is_bad)
+        report = Report(False)
+        try:
+            if self._search.anywhere(is_bad):
+                has_gradients = self._search.anywhere(has_bad_gradients())  # large ones overflow as well
+                if has_gradients or self._search.anywhere(not are_finite(sums)):
+                    report = self._origin(has_gradients=has_gradients)
+        finally:  # the others wait for what this one finds: infinite values may be meant
+            is_wrong_anywhere = is_bad_anywhere and _in_any_replica(self._replicated, bool(report))
+        if is_wrong_anywhere and not report:
+            report = Report(True, STEP, direction="forward", cause="another process tells where")
+        self._tell(report)
 
     def _check_forward(self) -> None:
         """Read what the runs since the last step have added up, and forget them. Waits for the device."""
         try:
             if self._search.anywhere(not are_finite(self._runs.sums())):
-                self._alarm(has_gradients=False)
+                self._tell(self._origin(has_gradients=False))
         finally:
             self._runs.forget()
-
-    def _is_bad_in_a_replica(self, is_bad: bool) -> bool:
-        """Whether any replica of DistributedDataParallel has found something; asked at steps only.
-
-        All replicas make a step, while one alone may evaluate: asked elsewhere, the others would not answer. Nor would
-        those whose batches are used up, in ``DistributedDataParallel.join``: there each tells of its own.
-        """
-        group = distributed.replicas_of(self._replicated)
-        return group is not None and distributed.any_of(is_bad, group, next(self._model.parameters()).device)
 
     def _check_parameters(self) -> None:
         """Look at the parameters when the block ends: the last step may have spoiled what no run has used since."""
@@ -260,17 +256,17 @@ class Guard(Unopened):
             if hasattr(error, "add_note"):
                 error.add_note(f"gaff: before this was raised, {report}")
 
-    def _alarm(self, *, has_gradients: bool) -> None:
-        """Something is not finite: raise or warn with the origin of it, or with what is known.
+    def _origin(self, *, has_gradients: bool) -> Report:
+        """Something is not finite: the origin of it, or what is known; False where none of it is wrong.
 
         Where none of it is wrong the modules that returned it are noted as meant, and asked for NaN only from then on.
         """
         hits = self._runs.hits()
         report = self._search.origin(hits, has_gradients=has_gradients)
-        self._tell(report)
         for one in hits if not report else ():
             one.has_meant = True
             self.notes.append(f"{one.path or 'the model'} returns infinite values that are meant: only NaN is told")
+        return report
 
     def _tell(self, report: Report) -> None:
         """Keep a report that has found something, then raise NonFiniteError with it, or warn once.
@@ -288,6 +284,16 @@ class Guard(Unopened):
             raise NonFiniteError(f"{report}", report)
         if len(self.reports) == 1:
             warnings.warn(f"gaff: {report}", stacklevel=2)
+
+
+def _in_any_replica(model: nn.Module, flag: bool) -> bool:
+    """Whether a flag holds in any replica of a model of DistributedDataParallel; asked at steps only, in one order.
+
+    All replicas make a step, while one alone may evaluate: asked elsewhere, the others would not answer. Nor would
+    those whose batches are used up, in ``DistributedDataParallel.join``: there each tells of its own.
+    """
+    group = distributed.replicas_of(model)
+    return group is not None and distributed.any_of(flag, group, next(model.parameters()).device)
 
 
 def _bad_parameters(model: nn.Module, search: OriginSearch) -> frozenset[str]:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.nested import flat_tensors, iter_tensors, map_tensors
-from gaff.compat import memory
+from gaff.compat import distributed, memory
+from gaff.engine.process.alone import alone
 from gaff.errors import GaffError
 from gaff.inspection.nonfinite.examination import Examination
 from gaff.inspection.nonfinite.report import Report
@@ -75,8 +76,8 @@ def run_again(
 
     Backward runs from the gradients that the batch holds, or with ``assume_ones`` from ones, which the report tells.
     The model is given copies, and buffers, gradients and random numbers are put back; its modules may count it as one
-    more call. What the model raises (``_FAILURES``) is told in the second part: it must not take the place of the
-    alarm.
+    more call. Where other processes do not run it as well, it fails at what would ask them for something. What the
+    model raises (``_FAILURES``) is told in the second part: it must not take the place of the alarm.
     """
     changed = any(memory.version_of(tensor) != version for tensor, version in batch.versions)
     examination = Examination(model, allow, is_again=True)
@@ -89,6 +90,9 @@ def run_again(
         inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
         with ExitStack() as stack:
             stack.enter_context(untouched(model, inputs, examination.notes))
+            stack.enter_context(distributed.unreplicated_calls(model))
+            if not distributed.meshes_of(model):  # of which all processes run it again together
+                stack.enter_context(alone())
             replayed(stack, batch)
             examination.meet(args, kwargs)
             return examination.run(lambda: _again(model, args, kwargs, batch.gradients, assume_ones)), ""
