@@ -68,13 +68,24 @@ class OriginSearch:
         """
         report = self.first()
         report = self._or_of_others(report, is_unknown=has_gradients and (not report or report.site == STEP))
-        if not report and hits and self._failure:  # then nobody knows whether it was meant
-            first = next(iter(hits)).path
+        unknown = self._unknown(hits) if not report and self._failure else None
+        if unknown is not None:
+            first = unknown.path
             cause = f"what it returned is not finite, and where that began cannot be told: {self._failure}"
             report = Report(True, first or ":output", module=first, direction="forward", cause=cause)
         if not report and has_gradients:
             report = Report(True, STEP, direction="backward", cause=self._why_not_shown())
         return self.agreed(report)
+
+    def _unknown(self, hits: dict[Probe, Tensor]) -> Probe | None:
+        """The first of ``hits`` of which nobody knows whether it was meant, where no batch can be run again.
+
+        Infinite sums from which finite gradients came back were healed. NaN are not meant.
+        """
+        has_healed = any(batch.gradients for batch in self._runs.batches) and not any(
+            map(_is_overflow, self._runs.batches)
+        )
+        return next((one for one, value in hits.items() if not has_healed or math.isnan(value.item())), None)
 
     def first(self) -> Report:
         """The first origin that running the batches again shows, in the order in which they were given.
