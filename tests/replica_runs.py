@@ -64,3 +64,27 @@ def found_by(rank, way):
             norms.append(round(net.module.q.weight.grad.norm().item(), 5))
             optimizer.step()
     return norms, [] if guard is None else list(guard.reports)
+
+
+class Centred(nn.Module):
+    """Takes the mean over the batches of all processes off, by a collective that writes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        h = self.layer(x)
+        mean = h.detach().mean(0)
+        dist.all_reduce(mean)
+        return h - mean / dist.get_world_size()
+
+
+def received_by(rank, way):
+    """What ``gaff.find_nonfinite`` tells of a step that gets a NaN of rank 0: by "ddp", or in the "forward"."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(6, 3)) if way == "ddp" else Centred()
+    x = torch.randn(4, 6)
+    if rank == 0:
+        x[0, 0] = float("nan")
+    return gaff.find_nonfinite(lambda: model(x).square().mean().backward(), model=model)

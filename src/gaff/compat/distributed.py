@@ -212,6 +212,11 @@ def place() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def has_others() -> bool:
+    """Whether other processes take part in what this one computes, as torch says."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and place()[1] > 1
+
+
 def has_threads() -> bool:
     """Whether collectives of CPU tensors may run on threads of their own in this process, as gloo's do."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

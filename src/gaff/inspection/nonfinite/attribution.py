@@ -132,6 +132,7 @@ class Now:
             name, cause = "", "another process made it: what this one had here was finite"
         elif not name:
             unseen = "NumPy, a custom Function, a hook or another thread"
+            unseen = f"another process by a collective, {unseen}" if distributed.has_others() else unseen
             cause = f"no op of a module made it: it was there before, or came from {unseen}"
         where = Site(site.path or self.inside[-1], name or None)
         if site.path and site.port == "input":
@@ -183,7 +184,8 @@ def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, all
     unseen = [one for one, made in read if made is None and not one.is_finite]
     if unseen:
         what = f"{unseen[0].name} held {unseen[0].kinds} that no op put there"
-        cause = f"{what}: it was written to past torch, by .data or NumPy"
+        theirs = "a collective (another process sent it), " if distributed.has_others() else ""
+        cause = f"{what}: it was written to past torch's ops, by {theirs}.data or NumPy"
         return Made(call.site, "forward", place, cause, output, given, position)
     args, kwargs = map_tensors((call.args, call.kwargs), distributed.local_of)  # other processes are not here now
     case = Case(op, call.func, args, kwargs, given, output)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from gaff.compat import distributed
 from gaff.inspection.nonfinite.report import Range
 
 LIMITS = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028e38, "float64": sys.float_info.max}
@@ -41,6 +42,15 @@ STEEP = {
     "where": "",
     "prod": "",
 }
+_COLLECTIVES = (
+    "Broadcast",
+    "Gather",
+    "Scatter",
+    "Reduce",
+    "AllGather",
+    "AlltoAll",
+    "AllReduce",
+)  # of torch's Functions
 _EDGES = {"acos": 1.0, "arccos": 1.0, "asin": 1.0, "arcsin": 1.0, "atanh": 1.0, "erfinv": 1.0, "logit": 1.0}
 
 
@@ -95,6 +105,8 @@ def backward_cause(op: str, node: str, given: Sequence[Range], came: Range, hand
             f"{node} made {handed.kinds} of gradients up to {came.largest:.4g}: more than {handed.dtype} holds "
             f"({limit:.4g}) on the way, or a division by zero in it"
         )
+    if distributed.has_others() and node.removesuffix("Backward").lstrip("_").startswith(_COLLECTIVES):
+        return f"{node} brought {handed.kinds} from another process: the gradient of this one was finite"
     return f"{node} made {handed.kinds} of finite gradients up to {came.largest:.4g}"
 
 

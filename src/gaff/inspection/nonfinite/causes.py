@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gaff.address.nested import iter_tensors
-from gaff.compat import modes
+from gaff.compat import distributed, modes
 from gaff.inspection.nonfinite.backward_causes import LIMITS
 from gaff.inspection.nonfinite.case import Case, in_float64, is_finite_in_float64, magnitude
 from gaff.inspection.nonfinite.ranges import can_hold, range_of
@@ -323,7 +323,11 @@ def _data(case: Case) -> str:
 
 def _uninitialised(case: Case) -> str:
     """Memory from ``torch.empty`` and its like, which holds whatever was there."""
-    return "memory that was never written to: torch.empty is not zeros" if case.op in UNINITIALISED else ""
+    if case.op not in UNINITIALISED:
+        return ""
+    if distributed.has_others():
+        return "memory that no op wrote to, though a collective may have, with what another process sent"
+    return "memory that was never written to: torch.empty is not zeros"
 
 
 def _infinities(case: Case) -> str:
