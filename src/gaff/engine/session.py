@@ -9,7 +9,7 @@ came.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from gaff.engine.modules import install
 from gaff.engine.node import Node
 from gaff.engine.ops.mode import forget
 from gaff.engine.ops.workers import worker_watch
+from gaff.engine.parameters.substitutes import parameters_given
 from gaff.engine.process.optimizer import count_steps
 from gaff.engine.raised import tell_where
 from gaff.engine.taps import EditTap, Tap, TensorTap
@@ -152,6 +153,7 @@ class Session:
             opening.callback(self._let_go)
             self._follow_runs(wiring)
             wiring.follow_runs()
+            opening.enter_context(parameters_given if wiring.swaps else nullcontext())
             opening.callback(wiring.swaps.restore)
             self._meet_compiled(opening, wiring)
             hooks: list[tuple[Node, list[Any]]] = []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from gaff.address.nested import map_tensors
 from gaff.compat import memory
+from gaff.engine.replacements import Replacements
 
 _BY_TENSOR: dict[int, Standing] = {}  # by identity of a parameter, or of what stands in for it; only while it does
 
@@ -80,6 +82,9 @@ class Standing:
         before = self.now
         if isinstance(self.original, nn.Parameter) and not isinstance(new, nn.Parameter):
             new._is_param = True  # what torch asks for where code asks for the class
+            # a copy of a module is one of its parameter: copy and pickle ask the object first
+            new.__deepcopy__ = partial(_by_itself, self.original, "__deepcopy__")  # type: ignore[method-assign]
+            new.__reduce_ex__ = partial(_by_itself, self.original, "__reduce_ex__")  # type: ignore[method-assign]
             self._called.append(new)
         with torch._C.DisableTorchFunctionSubclass():  # no use of the parameter
             snapshot = None if memory.shares(new, self.original) else memory.snapshot(new)
@@ -158,7 +163,8 @@ class Standing:
         if row.tensor is not self.original and not any(other.tensor is row.tensor for other in rows):
             _BY_TENSOR.pop(id(row.tensor), None)
             if any(one is row.tensor for one in self._called):
-                vars(row.tensor).pop("_is_param", None)
+                for name in ("_is_param", "__deepcopy__", "__reduce_ex__"):
+                    vars(row.tensor).pop(name, None)
                 self._called = [one for one in self._called if one is not row.tensor]
         if not rows:
             self._end()
@@ -186,10 +192,35 @@ class Standing:
                         held[at] = weakref.ref(new)
 
 
+def _by_itself(parameter: Tensor, method: str, given: Any) -> Any:
+    """What a method of a parameter returns that stands aside, as if it did not."""
+    is_aside = type(parameter) in _ASIDE.values()
+    _step_back(parameter)
+    try:
+        return getattr(parameter, method)(given)
+    finally:
+        if is_aside:
+            _step_aside(parameter)
+
+
 def original_of(tensor: Tensor) -> Tensor:
     """The parameter for which ``tensor`` stands in, or itself."""
     standing = _BY_TENSOR.get(id(tensor))
     return tensor if standing is None else standing.original
+
+
+def _registered(register: Callable[..., None]) -> Callable[..., None]:
+    """torch's own way of making a tensor a parameter of a module, given the parameter for what stands in for it."""
+
+    @wraps(register)
+    def register_parameter(self: nn.Module, name: str, param: Any) -> None:
+        return register(self, name, original_of(param))
+
+    return register_parameter
+
+
+# While open: a module that is given what stands in, as one that ties its weights in its forward, has the parameter.
+parameters_given = Replacements((nn.Module, "register_parameter", _registered))
 
 
 _TENSORS = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag, Tensor.data)  # attributes with values
