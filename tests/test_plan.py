@@ -341,3 +341,14 @@ def test_a_plan_that_holds_one_element_of_any_stride_has_a_digest_and_is_saved(t
     )
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").digest == plan.digest
+
+
+def test_a_plan_without_tensors_is_saved_over_one_with_some(tmp_path):
+    path, beside = tmp_path / "p.json", tmp_path / "p.json.safetensors"
+    Plan.edit({"tensor": edits.add(torch.ones(2))}).save(path)
+    assert beside.exists()
+    plan = Plan.edit({"tensor": edits.clip(norm=0.5), "digest": edits.zero()})
+    plan.save(path)
+    assert not beside.exists()
+    beside.write_bytes(b"of somebody else")
+    assert Plan.load(path).to_json() == plan.to_json()

@@ -86,7 +86,8 @@ def from_json(text: str, tensors: dict[str, Tensor], named: str = "plan") -> Ask
 def save(requests: Sequence[Request], options: Options, path: str | PathLike[str]) -> None:
     """Write JSON to ``path``, and tensors that edits hold to ``path`` + ``.safetensors``.
 
-    The tensors come first, so that a new text never stands without the tensors that it names. Raises PlanError for
+    The tensors come first, so that a new text never stands without the tensors that it names; those of an earlier plan
+    that a new one has none of are removed after it. Raises PlanError for
     a ``path`` that is itself a name for tensors, RecordError where the files cannot be written.
     """
     if str(path).endswith(_TENSORS):
@@ -95,13 +96,14 @@ def save(requests: Sequence[Request], options: Options, path: str | PathLike[str
     text = to_json(requests, options, tensors)
     if tensors:
         text = json.dumps({**json.loads(text), "digest": digest_of(requests, options)}, indent=1)
-    if tensors:
         whole = {name: _whole(name, tensor) for name, tensor in tensors.items()}
         library = extras.need("safetensors.torch", "files", for_="a plan with tensors")
         failure = extras.need("safetensors").SafetensorError
         with replacing(f"{path}{_TENSORS}", failure) as made:
             library.save_file(whole, str(made))
     write_text(path, text + "\n")
+    if not tensors:
+        Path(f"{path}{_TENSORS}").unlink(missing_ok=True)
 
 
 def load(path: str | PathLike[str]) -> Asked:
@@ -114,7 +116,7 @@ def load(path: str | PathLike[str]) -> Asked:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise RecordError(f"plan {str(path)!r} cannot be read: {error}") from None
-    if '"tensor"' not in text or not beside.exists():
+    if not _has_tensors(text) or not beside.exists():
         return from_json(text, {}, f"plan {str(path)!r}")
     library = extras.need("safetensors.torch", "files", for_="a plan with tensors")
     failure: Any = extras.need("safetensors").SafetensorError
@@ -126,6 +128,15 @@ def load(path: str | PathLike[str]) -> Asked:
     if json.loads(text).get("digest") != digest_of(*asked):
         raise RecordError(f"{str(beside)!r} holds the tensors of another plan: expected both files of one plan.save")
     return asked
+
+
+def _has_tensors(text: str) -> bool:
+    """Whether a saved plan has tensors, whose digest it holds; False also of what is no plan."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):  # ``from_json`` tells what is wrong with it
+        return False
+    return isinstance(data, dict) and "digest" in data
 
 
 def _read(data: Any, tensors: dict[str, Tensor]) -> Asked:
