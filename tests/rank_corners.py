@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -229,3 +229,47 @@ def two_models(rank, out):
                 optimizer.zero_grad()
                 model(torch.randn(8, 6, generator=generator)).square().mean().backward()
                 optimizer.step()
+
+
+class Encoder(nn.Module):
+    """Is trained by a method that FSDP2 knows as another forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def encode(self, x):
+        return self.a(x).tanh()
+
+    def forward(self, x):
+        return self.b(self.encode(x))
+
+
+def another_forward(rank):
+    """Norms of a gradient bare, halved, and captured, where only such a method is called, from the first step on."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+
+    def norm(tensor):
+        return full(tensor).norm().item()
+
+    def step(model):
+        model.zero_grad()
+        model.encode(x).sum().backward()
+        return norm(model.a.weight.grad)
+
+    def made():
+        torch.manual_seed(0)
+        model = Encoder()
+        fully_shard(model.a)
+        fully_shard(model)
+        register_fsdp_forward_method(model, "encode")
+        return model
+
+    true = step(made())
+    model = made()
+    with gaff.edit(model, {"a.weight:grad": gaff.edits.scale(0.5)}):
+        halved = [step(model) for _ in range(2)]
+    model = made()
+    with gaff.capture(model, "a.weight:grad") as got:
+        step(model)
+    return true, halved, norm(got["a.weight:grad"])

@@ -112,3 +112,9 @@ def test_the_norm_of_several_models_is_that_of_each_replica(tmp_path):
         alone = run.scalar("grad_norm", rank=rank)
         assert together.steps == alone.steps
         assert together.values == pytest.approx(alone.values)
+
+
+def test_gradients_of_a_method_that_is_another_forward_are_edited_from_the_first_step():
+    for true, halved, captured in of_ranks(rank_corners.another_forward, 2):
+        assert halved == pytest.approx([true / 2, true / 2], rel=1e-5)
+        assert captured == pytest.approx(true, rel=1e-5)

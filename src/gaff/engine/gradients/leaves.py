@@ -164,7 +164,9 @@ class LeafGradient:
 
         Returns the gradient that an edit puts in its place, else None.
         """
-        run = self._coming
+        run = self._coming  # None: FSDP2 has gathered it for the first time, in no run that was seen
+        if run is None and self._clock.is_own_backward():
+            run = self._clock.before
         if not self._gradients.is_open or run is None:
             return None
         self._gradients.seen(run)
