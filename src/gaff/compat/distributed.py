@@ -9,9 +9,10 @@ import hashlib
 import json
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -327,19 +328,26 @@ def unreplicated(model: Any) -> Any:
 
 @contextmanager
 def unreplicated_calls(model: Any) -> Iterator[None]:
-    """Inside parts of ``model`` within DistributedDataParallel run as they are: no process asks others for anything."""
-    replicated = [one for one in model.modules() if isinstance(one, torch.nn.parallel.DistributedDataParallel)]
-    known = [(one, one.__dict__.get("forward")) for one in replicated]
-    for one in replicated:
-        one.__dict__["forward"] = one.module.__call__
-    try:
+    """Inside parts of ``model`` within DistributedDataParallel, or made replicas in place (``replicate``), run as they
+    are: no process asks others for anything."""
+    with ExitStack() as undoing:
+        for one in _replicators(model):
+            plain = {"_pre_forward": lambda *args, **kwargs: (args, kwargs), "_post_forward": lambda output: output}
+            own = {name: one.__dict__[name] for name in plain if name in one.__dict__}
+            one.__dict__.update(plain)
+            undoing.callback(one.__dict__.update, own)
+            undoing.callback(list, map(one.__dict__.pop, plain))
         yield
-    finally:
-        for one, forward in known:
-            if forward is None:
-                del one.__dict__["forward"]
-            else:
-                one.__dict__["forward"] = forward
+
+
+def _replicators(model: Any) -> Iterator[Any]:
+    """What keeps parts of ``model`` equal to those of other processes, as they run."""
+    known = sys.modules.get("torch.distributed._composable.replicate")
+    for one in model.modules():
+        if isinstance(one, torch.nn.parallel.DistributedDataParallel):
+            yield one
+        elif known is not None and hasattr(state := known.replicate.state(one), "_ddp"):
+            yield state._ddp
 
 
 def over_parts(values: list[Tensor], owners: list[Tensor], kind: str) -> list[Tensor]:

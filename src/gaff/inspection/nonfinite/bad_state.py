@@ -154,7 +154,7 @@ class BadState:
                     return before(grad, replace(site, port="grad"))
                 if made is not None and made.direction == "forward" and not made.is_scaling:
                     return made
-                is_new = distributed.has_others() or _has_added_up(grad)
+                is_new = (distributed.has_others() and not distributed.is_spread(tensor)) or _has_added_up(grad)
                 if not is_scaled and id(tensor) not in self.used and is_new:
                     return _unseen(grad, replace(site, port="grad"))
             if id(tensor) in self.kept and not has_nonfinite(tensor):
