@@ -196,9 +196,9 @@ def kept_by(node: Any, name: str) -> Tensor | None:
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
-def nodes_behind(roots: Iterable[Node]) -> Iterator[Node]:
+def nodes_behind(roots: Iterable[Node], stops: Iterable[Node] = ()) -> Iterator[Node]:
     """Every node of the autograd graphs behind ``roots``, these themselves included, each once."""
-    seen, waiting = set(), list(roots)
+    seen, waiting = set(stops), list(roots)
     while waiting:
         node = waiting.pop()
         if node not in seen:

@@ -6,12 +6,14 @@ The wiring makes nodes and hangs on their sides what was asked for; backends let
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any
 
 from torch import nn
 
+from gaff.compat.autograd import backward_task
 from gaff.compat.checkpoints import is_spent
-from gaff.engine.clock import Clock, Run
+from gaff.engine.clock import Clock, Frame, Run
 from gaff.engine.side import Side
 
 _NOBODY: frozenset[Any] = frozenset()
@@ -41,17 +43,27 @@ class Node:
         self.mark: Callable[[Run, Any], None] | None = None  # makes the run's backward passes known; begins no run
         self.scope: Any = None  # sees to the ops in the module's own forward
 
-    @property
-    def ops(self) -> list[Node]:
-        """What is asked of single ops in the module's own forward, as far as they have come."""
-        return [] if self.scope is None else list(self.scope.nodes())
+    def _sides(self) -> Iterator[Side]:
+        """The sides of single ops in the module's own forward, as far as they have come, and its own."""
+        for node in (*(() if self.scope is None else self.scope.nodes()), self):
+            yield from (node.entry, node.exit)
+
+    def note(self, key: object, value: Any) -> Frame:
+        """Put a value down for the innermost call in progress, for its second half; there must be one."""
+        frame: Any = self.frame()
+        frame.notes[key] = value
+        return frame  # type: ignore[no-any-return]
+
+    def frame(self) -> Frame | None:
+        """The innermost call in progress on this thread, in a run or in a recomputation; None of what is not seen."""
+        run = self.open.get(get_ident())
+        frames = self.clock.replay_frames() if backward_task() != -1 else run.frames if run is not None else []
+        return next((frame for frame in reversed(frames) if frame.owner is self), None)
 
     def give_up(self, *, is_final: bool) -> None:
         """Tell the gradient streams of calls without grad mode that nothing recomputed them; see ``Side.give_up``."""
-        for op in self.ops:
-            op.give_up(is_final=is_final)
-        self.entry.give_up(is_final=is_final)
-        self.exit.give_up(is_final=is_final)
+        for side in self._sides():
+            side.give_up(is_final=is_final)
 
     def repeats(self) -> bool:
         """Whether an autograd graph is alive whose recomputation needs the edits of this module."""
@@ -62,14 +74,10 @@ class Node:
 
         Each is the frame of a non-reentrant checkpoint or the autograd node of a reentrant one; none is held here.
         """
-        yield from self.entry.regions()
-        yield from self.exit.regions()
-        for op in self.ops:
-            yield from op.regions()
+        for side in self._sides():
+            yield from side.regions()
 
     def drop(self) -> None:
         """Let go of what acts here: it knows its node, and the circle would wait for a collector."""
-        self.entry.drop()
-        self.exit.drop()
-        for op in self.ops:
-            op.drop()
+        for side in self._sides():
+            side.drop()

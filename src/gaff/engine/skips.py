@@ -6,11 +6,9 @@ decided; the hooks at the entry and exit see the skipped call like any other.
 
 from __future__ import annotations
 
-from threading import get_ident
 from typing import Any
 
 from gaff.compat.autograd import backward_task
-from gaff.engine.clock import Frame
 from gaff.engine.crossing import Crossing
 from gaff.engine.forwards import StandIn
 from gaff.engine.node import Node
@@ -44,7 +42,7 @@ class SkipChange(Act):
             is_skipped = self._stream.wants(crossing.run, crossing.call)
             if is_skipped and crossing.memo is not None:
                 crossing.memo[self] = True
-        frame = self._frame()
+        frame = self._node.frame()
         if is_skipped and frame is not None:
             frame.notes[self] = True
 
@@ -53,7 +51,7 @@ class SkipChange(Act):
 
         Stands as the module's ``forward``; ``original`` is what was there before.
         """
-        frame = self._frame()
+        frame = self._node.frame()
         if frame is None or not frame.notes.pop(self, False):
             return original(*args, **kwargs)
         try:
@@ -62,25 +60,12 @@ class SkipChange(Act):
             self._node.clock.fail(error)
             raise
 
-    def leave(self, output: Any, given: Any, crossing: Crossing) -> None:
+    def leave(self, noted: Any, output: Any, given: Any, crossing: Crossing) -> None:
         """The call returns: see whether ``around`` was asked, where it was to be skipped.
 
         It was not where another session's skip came first, which is told; raises ExactnessError for other code.
         """
-        frame = self._frame()
-        if frame is None or not frame.notes.pop(self, False):
-            return
         if isinstance(vars(self._node.module).get("forward"), StandIn):
             self._stream.skip(_OTHER_SKIP)
         else:
             self._stream.refuse(crossing.run, crossing.call, _OTHER_FORWARD)
-
-    def _frame(self) -> Frame | None:
-        """The call of the module that is in progress, if this session sees it."""
-        clock = self._node.clock
-        if backward_task() != -1:
-            frames = clock.replay_frames()
-        else:
-            run = clock.open.get(get_ident())
-            frames = run.frames if run is not None else []
-        return frames[-1] if frames and frames[-1].owner is self._node else None

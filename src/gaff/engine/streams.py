@@ -147,20 +147,23 @@ class FirstHalf(Protocol):
 
     needs_graph: bool  # as of an ``Act``, of both halves
 
-    def leave(self, output: Any, given: Arguments, crossing: Crossing) -> Any:
-        """The module returns ``output``; what passes on, or None for itself."""
+    def leave(self, noted: Any, output: Any, given: Arguments, crossing: Crossing) -> Any:
+        """The module returns ``output``, and ``noted`` was put down for this call; what passes on, or None."""
 
 
 class SecondHalf(Act):
     """Acts at the exit on what its other half, at the entry, has noted; what never came is told by that half."""
 
-    def __init__(self, first: FirstHalf) -> None:
+    def __init__(self, node: Any, first: FirstHalf) -> None:
+        self._node = node
         self._first = first
         self.needs_graph = first.needs_graph
 
     def __call__(self, value: Any, given: Arguments, crossing: Crossing) -> Any:
-        return self._first.leave(value, given, crossing)
+        frame = self._node.frame()
+        noted = None if frame is None else frame.notes.pop(self._first, None)
+        return None if noted is None else self._first.leave(noted, value, given, crossing)
 
     def without_graph(self, value: Any, given: Arguments, crossing: Crossing) -> None:
         """There may have been a graph at the entry: let the first half tell what becomes of what it has noted."""
-        self._first.leave(value, given, crossing)
+        self(value, given, crossing)

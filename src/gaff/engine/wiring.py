@@ -40,7 +40,7 @@ from gaff.engine.parameters.substitutes import original_of
 from gaff.engine.parameters.values import Owners, StateValue, called_above, kept_tensors, need_no_view
 from gaff.engine.side import Side
 from gaff.engine.skips import SkipChange
-from gaff.engine.streams import Act, EditStream, Look, SecondHalf, Stream
+from gaff.engine.streams import Act, Look, SecondHalf, Stream
 from gaff.engine.taps import CallTap, EditTap, OpTap, Tap, TensorTap
 from gaff.engine.value_edits import ValueChange
 from gaff.errors import PlanError
@@ -152,16 +152,9 @@ class Wiring:
         if isinstance(tap, EditTap) and tap.is_skip:
             skip = SkipChange(node, tap.stream, site.call)
             _edit(node.entry, skip)
-            _edit(node.exit, SecondHalf(skip))
+            _edit(node.exit, SecondHalf(node, skip))
         else:
-            self._connect(tap, node, site, tap.stream)
-
-    def _connect(self, tap: Tap | EditTap, node: Node, site: Site, stream: Any) -> None:
-        """Hang the stream of one place that ``tap`` asks for: of its own, or of one op that its pattern names."""
-        if isinstance(tap, Tap):
-            connect(node, site, stream, tap.is_exact, self.gradients)
-        else:
-            connect_edit(node, site, stream, tap.is_exact, self.gradients)
+            connect(tap, self.gradients, node, site, tap.stream)
 
     def _wire_marks(self, found: Found) -> None:
         """Have the owners of a parameter mark what they return, so that its gradient is known as one of their run."""
@@ -196,7 +189,7 @@ class Wiring:
         scope.is_edit = scope.is_edit or is_edit
         scope.repeats = scope.repeats or is_edit or site.port in GRADIENT_PORTS
         scope.is_plain = scope.is_plain and not is_edit and site.port == "output"
-        scope.wants.append(Want(site, tap.stream, partial(self._connect, tap)))
+        scope.wants.append(Want(site, tap.stream, partial(connect, tap, self.gradients)))
         if site.op_index is None and (end := getattr(tap.stream, "end", None)) is not None:  # only ``take`` asks
             scope.at_end.append(end)
 
@@ -231,9 +224,9 @@ class Wiring:
         if sharded is not None:
             node = self._node(sharded[1])
             node.has_entry = node.has_swaps = True
-            unit = SwapUnit(swap)
+            unit = SwapUnit(node, swap)
             _edit(node.entry, unit, before=lambda act: not isinstance(act, SwapUnit))
-            _edit(node.exit, SecondHalf(unit))
+            _edit(node.exit, SecondHalf(node, unit))
         if not self.swaps:
             self._clock.at_begin.append(self.swaps.begin)
         self.swaps.append(swap)
@@ -306,54 +299,41 @@ def _parameter(found: Found) -> Tensor:
     return original_of(found.tensor)
 
 
-def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: Gradients) -> None:
-    """Hang a stream that looks on the right side of a hooked module.
+def connect(tap: Tap | EditTap, gradients: Gradients, node: Node, site: Site, stream: Any) -> None:
+    """Hang the stream of one place that ``tap`` asks for, of its own or of one op that its pattern names, on a node.
 
-    Values are told by taps, gradients by acts, which set their hooks where the tensor passes. ``is_exact`` is that of
-    ``Tap``.
+    Values are told by taps and edited by acts; gradients are asked for by acts, which set their hooks where the tensor
+    passes. At the exit values are edited before gradients of what they have become are hooked. At the entry total
+    gradients come first, then values, then a module's own share: the total is that of the tensor as it was passed in.
     """
-    if site.port == "output":
-        node.exit.taps += (_value_tap(site, stream, is_exact),)
-    elif site.port == "input":
-        node.entry.taps += (_value_tap(site, stream, is_exact),)
+    is_edit = isinstance(tap, EditTap)
+    side = node.entry if site.port == "input" else node.exit
+    if site.port not in (*_VALUES, WEIGHTS):
+        _connect_gradient(_edit if is_edit else _hang, gradients, node, stream, site, tap.is_exact)
+    elif not is_edit:
+        side.taps += (WeightsTap(site, stream) if site.port == WEIGHTS else _value_tap(site, stream, tap.is_exact),)
     elif site.port == WEIGHTS:
-        node.exit.taps += (WeightsTap(site, stream),)
+        _edit(side, WeightsChange(site, stream))
     else:
-        _connect_gradient(_hang, InputShare, (gradients, node, stream, site, is_exact))
+        is_later = attrgetter("needs_graph") if side is node.exit else lambda act: isinstance(act, ShareChange)
+        _edit(side, ValueChange(site, stream, node.module), before=is_later)
 
 
-def connect_edit(node: Node, site: Site, stream: EditStream, is_exact: bool, gradients: Gradients) -> None:
-    """Hang an edit on the right side of a hooked module, so that edits of one kind act in the order given.
-
-    At the exit values are edited before the gradients of what they have become are hooked. At the entry total gradients
-    come first, then values, then a module's own share: the total is that of the tensor as it was passed in, the share
-    that of what the module is given.
-    """
-    if site.port == "output":
-        _edit(node.exit, ValueChange(site, stream, node.module), before=lambda act: act.needs_graph)
-    elif site.port == "input":
-        _edit(node.entry, ValueChange(site, stream, node.module), before=lambda act: isinstance(act, ShareChange))
-    elif site.port == WEIGHTS:
-        _edit(node.exit, WeightsChange(site, stream))
-    else:
-        _connect_gradient(_edit, ShareChange, (gradients, node, stream, site, is_exact))
-
-
-def _connect_gradient(hang: Callable[..., None], share: type[InputShare | ShareChange], given: Any) -> None:
-    """Hang what looks at a gradient, or edits it, by ``hang``: at an output at the exit, at an input at both sides.
-
-    ``share`` is the kind for a module's own share, ``given`` what all kinds are made of.
-    """
-    _, node, _, site, _ = given
+def _connect_gradient(
+    hang: Callable[..., None], gradients: Gradients, node: Node, stream: Any, site: Site, is_exact: bool
+) -> None:
+    """Hang what looks at a gradient, or edits it, by ``hang``: at an output at the exit, at an input at both sides."""
+    given = gradients, node, stream, site, is_exact
     if site.port == "grad_output":
         hang(node.exit, OutputGradient(*given), before=attrgetter("gives_view"))
     elif site.port == "outer_grad":
         hang(node.exit, OuterGradient(*given))
     else:
         is_total = site.port == "input_grad"
+        share = ShareChange if hang is _edit else InputShare
         first = InputGradient(*given) if is_total else share(*given)
         hang(node.entry, first, before=lambda act: is_total and isinstance(act, (ValueChange, ShareChange)))
-        hang(node.exit, SecondHalf(first), before=attrgetter("gives_view"))
+        hang(node.exit, SecondHalf(node, first), before=attrgetter("gives_view"))
 
 
 def _hang(side: Side, new: Act, before: Callable[[Act], bool] | None = None) -> None:

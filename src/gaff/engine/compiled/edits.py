@@ -21,7 +21,7 @@ from gaff.edits.compiled import may_write
 from gaff.edits.event import mixed
 from gaff.edits.files import tensors_of
 from gaff.engine.clock import Clock
-from gaff.engine.compiled.structure import EAGER, StandInForCaller, StandInForGiven, StandInForWritten
+from gaff.engine.compiled.structure import EAGER, WHY_UNTOLD
 from gaff.engine.compiled.tell import (
     ODD,
     TURNS,
@@ -43,7 +43,7 @@ _WROTE = "the edit wrote into what it was given: expected a new tensor, t * 2 no
 _UNFIT = "the edit returned "
 _VIEW = "inside compiled code the gradient of a view cannot be edited"
 _LEAF = f"other runs may be given the same leaf, whose passes compiled code cannot tell apart: {EAGER}"
-_ODD = {CALLER: StandInForCaller.why_untold, LEAF: _LEAF}
+_ODD = {CALLER: WHY_UNTOLD[CALLER], LEAF: _LEAF}
 
 
 class TracedEdit(Receiver):
@@ -168,9 +168,9 @@ class TracedGradientEdit(TracedEdit):
         come before others where it should come after them."""
         self.need_own_thread()
         if ODD[call[1]][0] == GIVEN and len(TURNS) > 1:
-            raise ExactnessError(f"{self.site}: {StandInForGiven.why_untold}")
+            raise ExactnessError(f"{self.site}: {WHY_UNTOLD[GIVEN]}")
         if ODD[call[1]][0] == WRITTEN:
-            raise ExactnessError(f"{self.site}: {StandInForWritten.why_untold}")
+            raise ExactnessError(f"{self.site}: {WHY_UNTOLD[WRITTEN]}")
 
     def arrived(self, call: Call, number: int, gradients: list[Tensor]) -> None:
         """The backward has made the edit: tell the stream the old gradient and the new one.

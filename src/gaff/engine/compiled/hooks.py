@@ -59,11 +59,12 @@ class HookInside(Receiver):
     """
 
     is_gaffs = True
-    changes_output = edits_gradient = False
-    edits: tuple[Any, ...] = ()
 
-    def __init__(self, inside: Inside, func: Any, node: Node) -> None:
+    def __init__(self, inside: Inside, func: Any, node: Node, edits: tuple[Any, ...] = ()) -> None:
         super().__init__(inside)
+        self.edits = edits
+        self.changes_output = any(edit.site.port == "output" for edit in edits)
+        self.edits_gradient = any(edit.site.port == "grad_output" for edit in edits)
         self.node = node
         self.func = func
         self.args = (node,)  # as of the hooks that are partials
@@ -77,8 +78,8 @@ class EntryHook(HookInside):
     entered.
     """
 
-    def __init__(self, inside: Inside, func: Any, node: Node, *, is_bound: bool) -> None:
-        super().__init__(inside, func, node)
+    def __init__(self, inside: Inside, func: Any, node: Node, edits: tuple[Any, ...], *, is_bound: bool) -> None:
+        super().__init__(inside, func, node, edits)
         self.taps = node.entry.taps
         self.is_bound = is_bound
         self.states = tuple(tap for tap in self.taps if isinstance(tap, StateValue))
@@ -137,8 +138,8 @@ class ExitHook(HookInside):
     views; by ``at_forward``, where there is one.
     """
 
-    def __init__(self, inside: Inside, func: Any, node: Node) -> None:
-        super().__init__(inside, func, node)
+    def __init__(self, inside: Inside, func: Any, node: Node, edits: tuple[Any, ...]) -> None:
+        super().__init__(inside, func, node, edits)
         self.at_forward: ForwardHook | None = None
         self.side, self.taps = node.exit, node.exit.taps
         self.acts = () if node.exit.is_edited else node.exit.acts  # edits are part of the graph
@@ -146,19 +147,22 @@ class ExitHook(HookInside):
     def with_forward(self, inside: Inside) -> None:
         """Let gradients be heard inside the module's forward, where that can be and nobody ``changes_output``."""
         if calls_exits(self.node.module) and (self.acts or self.edits):
-            self.at_forward = ForwardHook(inside, self.func, self.node)
-            self.at_forward.edits = self.edits
+            self.at_forward = ForwardHook(inside, self.func, self.node, self.edits)
             self.outside = torch.compiler.disable(self._left)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None, output: Any = MISSING) -> Any:
         if not torch.compiler.is_compiling():
             return self.outside(self.node, module, args, kwargs, output)
+        return self.in_graph(module, args, kwargs, output, is_by_forward=self._is_by_forward())
+
+    def in_graph(self, module: nn.Module, args: Any, kwargs: Any, output: Any, *, is_by_forward: bool) -> Any:
+        """While Dynamo compiles: make the edits, tell what goes on. None, or what takes the output's place."""
         is_copy = bool((self.acts or self.edits) and isinstance(module, nn.Linear) and is_view(output))
         if is_copy:
             output = output.clone()  # of a product in two dimensions that nobody else sees
         values: list[Tensor] = []
         what = structure_of(output, values)
-        is_told = self._is_by_forward() and has_gradients(what)
+        is_told = is_by_forward and has_gradients(what)
         if is_untold(module, values if self.acts or self.edits_gradient else ()):
             return output if is_copy else None
         edits = () if is_told else self.edits
@@ -255,8 +259,8 @@ class ForwardHook(ExitHook):
     not where the forward ran eagerly.
     """
 
-    def __init__(self, inside: Inside, func: Any, node: Node) -> None:
-        super().__init__(inside, func, node)
+    def __init__(self, inside: Inside, func: Any, node: Node, edits: tuple[Any, ...]) -> None:
+        super().__init__(inside, func, node, edits)
         self.taps = ()
         self._eager: list[int] = []  # threads on which the forward has just run eagerly
         self.ran_eagerly = torch.compiler.disable(self._ran_eagerly)
@@ -266,20 +270,9 @@ class ForwardHook(ExitHook):
         if not torch.compiler.is_compiling():
             self.ran_eagerly()
             return None
-        is_copy = isinstance(module, nn.Linear) and is_view(output)
-        if is_copy:
-            output = output.clone()  # of a product in two dimensions that nobody else sees
-        values: list[Tensor] = []
-        what = structure_of(output, values)
-        if not has_gradients(what) or is_untold(module, values):
+        if not has_gradients(structure_of(output, [])):
             return None
-        for edit in self.edits:
-            edit.change(output, Arguments(args, kwargs))
-        if self.acts:
-            ticket, place = self.ticket.clone(), new_place()
-            tell([], self.token, ticket, place, what)
-            tell_gradients(values, ticket, place, self.reduce)
-        return output if is_copy else None
+        return self.in_graph(module, args, kwargs, output, is_by_forward=False)
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
         """The forward has returned in compiled code: set gradient hooks on stand-ins. The call is counted elsewhere."""

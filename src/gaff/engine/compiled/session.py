@@ -263,17 +263,12 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         def make(func: Any, node: Node) -> HookInside:
             if func is ended:
                 return LeaveHook(self._inside, func, node, is_bound=is_bound)
-            is_entry = func is entered
-            made = (
-                EntryHook(self._inside, func, node, is_bound=is_bound)
-                if is_entry
-                else ExitHook(self._inside, func, node)
-            )
-            ports = ("input",) if is_entry else ("output", "grad_output")  # gradients are those of what is edited
-            made.edits = tuple(edit for port in ports for edit in edits if edit.site.port == port)
-            made.changes_output = any(edit.site.port == "output" for edit in made.edits)
-            made.edits_gradient = any(edit.site.port == "grad_output" for edit in made.edits)
-            if isinstance(made, ExitHook) and all(edit.site.port == "grad_output" for edit in made.edits):
+            ports = ("input",) if func is entered else ("output", "grad_output")  # gradients of what is edited
+            own = tuple(edit for port in ports for edit in edits if edit.site.port == port)
+            if func is entered:
+                return EntryHook(self._inside, func, node, own, is_bound=is_bound)
+            made = ExitHook(self._inside, func, node, own)
+            if not made.changes_output:
                 made.with_forward(self._inside)
             return made
 

@@ -57,66 +57,29 @@ def stand_ins(what: str, odd: Mapping[int, str] = MappingProxyType({})) -> list[
     """Small tensors on which hooks can be set in the place of those of the value, in their order.
 
     They are empty, and require grad as those did; what stands for a view, or for one of the tensors with the numbers
-    in ``odd`` (see ``tracing.oddity``), says why its gradient is not told, or that it is a leaf.
+    in ``odd`` (see ``tracing.oddity``), says by an attribute why its gradient is not told, or that it is a leaf.
     """
-    found: dict[int, Tensor] = {}
+    found: dict[int, Any] = {}
     with torch.inference_mode(False), torch.enable_grad():
         for number, requires_grad, is_view in _leaves(_read(what)):
-            stand: Tensor = torch.empty(0, requires_grad=requires_grad, device="cpu")
-            kind = _STAND_INS.get(odd.get(number, ""), StandInForView if is_view else Tensor)
-            if requires_grad:
-                stand = stand.clone() if kind is Tensor else Tensor._make_subclass(kind, stand, True)
-            found[number] = stand
+            kind = odd.get(number, "") or VIEW * is_view
+            stand = found[number] = torch.empty(0, requires_grad=requires_grad, device="cpu")
+            if requires_grad and not kind:
+                found[number] = stand.clone()
+            elif requires_grad:
+                vars(stand).update(why_untold=WHY_UNTOLD.get(kind, ""), is_of_any_run=kind == LEAF)
     return [found[number] for number in sorted(found)]
 
 
-class StandInForView(Tensor):
-    """What a hook is set on in the place of a view: known by its class, since torch may call ops without telling views.
-
-    That is so the first time that some graphs run, inside of what has just compiled them.
-    """
-
-    why_untold = (
-        "compiled code does not tell the gradient of a view, which may be changed in place later: capture the layer "
-        f"that makes it, or {EAGER}"
-    )
-
-
-class StandInForWritten(Tensor):
-    """What a hook is set on in the place of a tensor that came into the graph and was written to in it."""
-
-    why_untold = f"compiled code does not tell the gradient of what came into it and was written to in place: {EAGER}"
-
-
-class StandInForGiven(Tensor):
-    """What a hook is set on in the place of a tensor that came into the graph, while somebody edits gradients."""
-
-    why_untold = (
-        "a module in compiled code returned what the graph was given (after a graph break, say): edits of its gradient "
-        f"by other addresses may be in another graph, and their order is not kept: {EAGER}"
-    )
-
-
-class StandInForLeaf(Tensor):
-    """What a hook is set on in the place of a leaf, of which it is not known which other runs were given it."""
-
-    is_of_any_run = True
-
-
-class StandInForCaller(Tensor):
-    """What a hook is set on in the place of a tensor of the code around a compiled checkpoint."""
-
-    why_untold = (
-        "inside compiled code a module under a checkpoint returned what the checkpoint was given, whose gradient "
-        f"belongs to the code around it: ask for it there, or {EAGER}"
-    )
-
-
-_STAND_INS: dict[str, type[Tensor]] = {
-    WRITTEN: StandInForWritten,
-    LEAF: StandInForLeaf,
-    GIVEN: StandInForGiven,
-    CALLER: StandInForCaller,
+VIEW = "view"
+WHY_UNTOLD = {
+    VIEW: "compiled code does not tell the gradient of a view, which may be changed in place later: capture the layer "
+    f"that makes it, or {EAGER}",
+    WRITTEN: f"compiled code does not tell the gradient of what came into it and was written to in place: {EAGER}",
+    GIVEN: "a module in compiled code returned what the graph was given (after a graph break, say): edits of its "
+    f"gradient by other addresses may be in another graph, and their order is not kept: {EAGER}",
+    CALLER: "inside compiled code a module under a checkpoint returned what the checkpoint was given, whose gradient "
+    f"belongs to the code around it: ask for it there, or {EAGER}",
 }
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache, partial
@@ -40,13 +39,6 @@ _LOCK = threading.Lock()
 Call = tuple[int, int, int]  # a ticket, a place and a thread: one call, once
 
 
-def _define() -> None:
-    """Define the ops when a session first needs them, once in a process, whatever thread comes first."""
-    with _LOCK:
-        _ops()
-
-
-@cache
 def _ops() -> Any:
     """Define the ops; their library must be held, or they are gone.
 
@@ -54,7 +46,7 @@ def _ops() -> Any:
     whatever strides they have, so that the compiler need not copy them into those of the eager model.
     """
     library = torch.library.Library("gaff", "FRAGMENT")
-    tags = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+    tags = (torch.Tag.cudagraph_unsafe,)
     for ending, more in (("", ()), ("_any", (torch.Tag.flexible_layout,))):  # whether any strides will do
         tell_, arrive = f"tell{ending}_", f"arrive{ending}"
         told = "(Tensor[] values, Tensor(a!) token, Tensor ticket, int place, str what, int[] pairs) -> ()"
@@ -138,7 +130,6 @@ class Inside:
     turn = LOOKS
 
     def __init__(self, *, has_marks: bool, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
-        _define()
         self.reduce = reduce  # what everybody who listens wants of a tensor, told in its place
         with torch.inference_mode(False):  # it is written to, whatever mode the session was opened in
             self.token = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -173,7 +164,6 @@ class Receiver(ABC):
         self.token = inside.token
         self.reduce = inside.reduce
         self.waiting: dict[Call, list[Tensor]] = {}  # calls whose gradients may arrive, and what stands for the tensors
-        self._numbers: deque[int] = deque()
         self.lives: dict[int, list[Any]] = {}  # of tickets: whether a graph still holds what stands for them
         self.tellers: dict[int, set[int]] = {}  # of tickets: threads on which frames with it have run
         self._most = _FEW
@@ -220,42 +210,33 @@ class Receiver(ABC):
     def forget(self) -> None:
         """Take all tickets out of the table: nothing is heard any more."""
         with _LOCK:
-            for number in self._numbers:
+            for number in self.lives:
                 _RECEIVERS.pop(number, None)
-        self._numbers.clear()
         self.lives.clear()
         self.tellers.clear()
         self.waiting.clear()
 
     def _new_ticket(self) -> Tensor:
         """Make a ticket with the next number and enter it into the table, under a lock."""
-        with _LOCK:
-            self.latest = number = next(_NUMBERS)
-            _RECEIVERS[number] = self
-            self._numbers.append(number)
-            if len(self._numbers) > self._most:
-                self._drop_dead()
+        number = next(_NUMBERS)
         with torch.inference_mode(False):
             ticket = torch.tensor([number], device="cpu")  # with a dimension: torch guards the number of one without
-        self.lives[number] = [memory.storage_life(ticket)]
+        with _LOCK:
+            self.latest, _RECEIVERS[number] = number, self
+            self.lives[number] = [memory.storage_life(ticket)]
+            if len(self.lives) > self._most:
+                self._drop_dead()
         return ticket
-
-    def has_living_graph(self) -> bool:
-        """Whether an autograd graph is alive that may still bring gradients."""
-        return any(one() is not None for at, lives in self.lives.items() if at != self.latest for one in lives)
 
     def _drop_dead(self) -> None:
         """Forget the tickets that no autograd graph holds any more."""
-        for number in list(self._numbers):
-            lives = self.lives.get(number)
-            if number != self.latest and lives is not None and all(life() is None for life in lives):
+        for number, lives in list(self.lives.items()):
+            if number != self.latest and all(life() is None for life in lives):
                 _RECEIVERS.pop(number, None)
                 del self.lives[number]
                 self.tellers.pop(number, None)
-        self._numbers = deque(number for number in self._numbers if number in self.lives or number == self.latest)
-        known = set(self._numbers)
-        self.waiting = {call: stands for call, stands in self.waiting.items() if call[0] in known}
-        self._most = max(_FEW, 2 * len(self._numbers))
+        self.waiting = {call: stands for call, stands in self.waiting.items() if call[0] in self.lives}
+        self._most = max(_FEW, 2 * len(self.lives))
 
     def __reduce__(self) -> Any:
         """A copy or pickle of the module gets a hook that does nothing."""
@@ -336,3 +317,6 @@ def _mark(values: Iterable[Tensor], receiver: Receiver) -> None:
     for value in values if receiver.reduce is not None else ():
         if value.dtype in _REDUCIBLE:
             compiler.mark_reduced(value)
+
+
+_LIBRARY = _ops()  # this is imported when a session first needs them

@@ -17,7 +17,7 @@ from gaff.compat import autograd, checkpoints, memory
 from gaff.compat.placements import ANY_PARTS, PARTS, Placement
 from gaff.engine.clock import Run
 from gaff.engine.gradients.reach import PassGraph
-from gaff.engine.gradients.tensor_hooks import on_gradient
+from gaff.engine.gradients.tensor_hooks import on_base
 from gaff.engine.streams import Stream
 
 STALE = "it is a view that was changed in place later: torch tells a part of its gradient, or nothing"
@@ -145,13 +145,10 @@ class ArmedView(Armed):
 
     def follow_base(self, tensor: Tensor, gradients: Passes) -> None:
         """Hear of what comes to the base of ``tensor``, the view, once that is stale: deliver it, or refuse."""
-        base = tensor._base
-        if base is None or base.grad_fn is None:
-            return
 
-        def arrived(total: Tensor | None) -> Tensor | None:
+        def arrived(total: Tensor) -> Tensor | None:
             """The tensor hook of the base: its gradient, where the view's own hook did not see it."""
-            if not gradients.is_open or total is None or not self._is_stale():
+            if not gradients.is_open:
                 return None
             if self.met is None:
                 gradients.seen(self.run)
@@ -163,8 +160,7 @@ class ArmedView(Armed):
             changed = self.deliver(total.reshape(self._shape))
             return None if changed is None else changed.reshape(total.shape)
 
-        self._base_handle = on_gradient(base, arrived)
-        self._passes = gradients
+        self._base_handle, self._passes = on_base(tensor, self._is_stale, arrived), gradients
 
     def is_dead(self) -> bool:
         """Whether the autograd graph is gone: a write takes the view's own node away, but not that of the base.

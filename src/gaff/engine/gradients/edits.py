@@ -54,23 +54,20 @@ class ShareChange(GradientArm):
         alias = view_for(INNER, tensor, (*place_of(self._site, self._node.module, crossing.call), places), self)
         tensor = INNER[alias].tensor
         edge, since = autograd.grad_edge_node(tensor), autograd.sequence_of(autograd.grad_edge_node(alias)[0])
-        share, frame = ArmedShare(self._stream, crossing.run, crossing.call, alias), self._frame(crossing.run)
-        frame.at_leave.append(share.left)
-        frame.notes[self] = (tensor, alias, edge, since, memory.version_of(tensor), share)
+        share = ArmedShare(self._stream, crossing.run, crossing.call, alias)
+        noted = tensor, alias, edge, since, memory.version_of(tensor), share
+        self._node.note(self, noted).at_leave.append(share.left)
         self._gradients.arm_share(alias, share)
         for key in places:  # one view for all of them: a module may ask whether they are one tensor
             value = put(value, key, alias)
         return value
 
-    def leave(self, output: Any, given: Arguments, crossing: Crossing) -> None:
+    def leave(self, noted: Any, output: Any, given: Arguments, crossing: Crossing) -> None:
         """See, when the module returned, whether it wrote into its input, and hook the node before the input if so.
 
         Raises ExactnessError, by its stream, where several nodes hand gradients to the input or the input is a view
         itself: the share then passes no one place.
         """
-        noted = self._frame(crossing.run).notes.pop(self, None)
-        if noted is None:
-            return
         tensor, alias, edge, since, version, share = noted
         if memory.version_of(tensor) != version:
             if shows_elsewhere(tensor, given, alias):

@@ -19,7 +19,7 @@ from gaff.engine.gradients.derivatives import outermost_passes
 from gaff.engine.gradients.later import NEEDS_NONE
 from gaff.engine.gradients.pending import BATCHED, NOT_REACHED, Gradients
 from gaff.engine.gradients.sharded import ShardedGradient
-from gaff.engine.gradients.tensor_hooks import on_gradient, take_turn
+from gaff.engine.gradients.tensor_hooks import on_base, on_gradient, take_turn
 from gaff.engine.streams import Stream
 from gaff.errors import PlanError
 
@@ -70,7 +70,8 @@ class LeafGradient:
         self._tensor: Tensor | None = None
         # by identity: what returns the tensor, or None once it is gone, what that held when hooked, and its hook
         self._hooked: dict[int, tuple[Callable[[], Tensor | None], int, Any]] = {}
-        self._view: GivenView | None = None  # where the user gave one
+        self._is_stale: Callable[[], bool] = bool  # where the user gave a view
+        self._base: Any = None  # and the handle of the hook on what that was made of
         self._prune_at = 8
         self._has_fired = False
         self._last: tuple[int, Any] = (-1, None)  # the backward pass and checkpoint of the last arrival
@@ -139,7 +140,8 @@ class LeafGradient:
         if not self.only_looks:
             take_turn(handle, self.number)
         if tensor._is_view() and not tensor.is_leaf:
-            self._view = GivenView(tensor, self._arrived_elsewhere)
+            self._is_stale = memory.write_watch(tensor)
+            self._base = on_base(tensor, self._is_stale, self._arrived_elsewhere)
 
     def remove(self) -> None:
         """Take the hooks away; ``follow`` can set one again."""
@@ -148,8 +150,8 @@ class LeafGradient:
         for _, _, handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()
-        if self._view is not None:
-            self._view.remove()
+        if self._base is not None:
+            self._base.remove()
 
     def coming(self) -> None:
         """Note that backward has reached the gathered parameter, and whose run that is.
@@ -201,7 +203,7 @@ class LeafGradient:
         run = run or self._clock.before
         self._gradients.seen(run)
         self._has_fired = True
-        why = BATCHED if autograd.is_wrapper(gradient) else STALE if self._view and self._view.is_stale() else ""
+        why = BATCHED if autograd.is_wrapper(gradient) else STALE if self._is_stale() else ""
         if why:
             self._stream.refuse(run, 0, why)
             return None
@@ -209,7 +211,7 @@ class LeafGradient:
             self._refuse_parts(run)
         return self._stream.add(gradient, run, 0)
 
-    def _arrived_elsewhere(self) -> None:
+    def _arrived_elsewhere(self, _gradient: Tensor) -> None:
         """A gradient has come to what a view was made of, past the view: nothing tells what of it was the view's."""
         run = self._run()
         if self._gradients.is_open and (run is not None or self._clock.is_own_backward()):
@@ -254,25 +256,3 @@ class LeafGradient:
 def itself(tensor: Tensor) -> Tensor:
     """The tensor that was given: what is never replaced, as a parameter may be, or is held as long as this is."""
     return tensor
-
-
-class GivenView:
-    """What the user gave is a view: once it or its base is written to in place, torch tells a part of its gradient.
-
-    ``elsewhere`` is called with each gradient that comes to the base after that, past the view.
-    """
-
-    def __init__(self, tensor: Tensor, elsewhere: Callable[[], None]) -> None:
-        self.is_stale = memory.write_watch(tensor)
-        self._elsewhere = elsewhere
-        base = tensor._base
-        self._handle = on_gradient(base, self._arrived) if base is not None and base.grad_fn is not None else None
-
-    def remove(self) -> None:
-        """Take the hook of the base away."""
-        if self._handle is not None:
-            self._handle.remove()
-
-    def _arrived(self, gradient: Tensor | None) -> None:
-        if gradient is not None and self.is_stale():
-            self._elsewhere()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gaff.address.grammar import Key, Site, print_key
 from gaff.address.nested import Arguments, dig, first_tensor, iter_tensors, opaque_in
 from gaff.compat import autograd, checkpoints
-from gaff.engine.clock import Frame, Run
+from gaff.engine.clock import Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import Armed, ArmedView
 from gaff.engine.gradients.later import NO_GRAD_MODE
@@ -90,11 +90,6 @@ class GradientArm(Act):
             crossing.memo[self] = None
         else:
             self._gradients.later.add(tensor, stream, crossing.run, crossing.call)
-
-    def _frame(self, run: Run) -> Frame:
-        """The innermost call of the module that is in progress, in the run or in its recomputation."""
-        frames = run.frames if autograd.backward_task() == -1 else self._node.clock.replay_frames()
-        return next(frame for frame in reversed(frames) if frame.owner is self._node)
 
 
 class OutputGradient(GradientArm):
@@ -179,9 +174,9 @@ class InputGradient(GradientArm):
             elif autograd.is_grad_enabled() or run.functions is None:  # the run began with grad mode
                 armed = self._gradients.arm(tensor, self._stream, run, call)
                 if armed.met is not None:
-                    self._frame(run).notes[self] = armed
+                    self._node.note(self, armed)
             else:  # unless the call turns grad mode on, there is nothing in the run to bring a gradient
-                self._frame(run).notes[self] = tensor, call
+                self._node.note(self, (tensor, call))
 
     def _passed_in(self, value: Arguments, call: int) -> Tensor | None:
         """The tensor that the module's caller passed, also where another session's edit has put one in its place."""
@@ -213,12 +208,9 @@ class InputGradient(GradientArm):
         if (run, call) not in self._armed_before:
             super().give_up(run, call)
 
-    def leave(self, output: Any, given: Arguments, crossing: Crossing) -> None:
+    def leave(self, armed: Any, output: Any, given: Arguments, crossing: Crossing) -> None:
         """Let what the module made of an older tensor tell whose backward pass will bring that its gradient."""
         run = crossing.run
-        armed = self._frame(run).notes.pop(self, None)
-        if armed is None:
-            return
         roots = [tensor for _, tensor in iter_tensors(output) if autograd.takes_gradient(tensor)]
         made = [tensor for tensor in roots if not (tensor.is_leaf or self._gradients.met.knows(tensor))]
         if isinstance(armed, tuple):

@@ -186,17 +186,18 @@ class SwapUnit(Act):
     ``SwapScope``.
     """
 
-    def __init__(self, swap: Any) -> None:
+    def __init__(self, node: Any, swap: Any) -> None:
+        self._node = node
         self.swap = swap
 
     def __call__(self, value: Any, given: Any, crossing: Crossing) -> None:
         if not crossing.is_again:
             self.swap.begin_unit(crossing.run)
+            self._node.note(self, True)
 
-    def leave(self, output: Any, given: Any, crossing: Crossing) -> None:
+    def leave(self, noted: Any, output: Any, given: Any, crossing: Crossing) -> None:
         """Take the value away, before FSDP2's own hook."""
-        if not crossing.is_again:
-            self.swap.end_unit()
+        self.swap.end_unit()
 
 
 class Shards:

@@ -90,16 +90,14 @@ class InputShare(GradientArm):
             edge, since = autograd.grad_edge_node(tensor), autograd.next_sequence()
             version, holders = memory.version_of(tensor), _holders(tensor, value)
             # by a weak reference: a strong one would count among those of other sessions that look here
-            self._frame(run).notes[self] = weakref.ref(tensor), edge, since, version, holders, call, value, stops
+            noted = weakref.ref(tensor), edge, since, version, holders, call, value, stops
+            self._node.note(self, noted)
 
     without_graph = Act.without_graph  # a share is of what the call makes, whatever becomes of its input later
 
-    def leave(self, output: Any, given: Arguments, crossing: Crossing) -> None:
+    def leave(self, noted: Any, output: Any, given: Arguments, crossing: Crossing) -> None:
         """Find, when the module returned, the nodes that make up its share, and hook them."""
         run = crossing.run
-        noted = self._frame(run).notes.pop(self, None)
-        if noted is None:
-            return
         ref, edge, since, version, holders, call, given, stops = noted
         tensor = ref()
         has_more = _holders(tensor, given) > holders
@@ -347,19 +345,8 @@ def _lead_to(older: list[GraphNode], edge: Edge, stops: Set[GraphNode]) -> bool:
     Then a part of what the module returned was made of the input in another way: by a worker thread of the forward, or
     before the call and kept somewhere. Walks what lies behind such nodes; there are none in most models.
     """
-    seen: set[Any] = {edge[0], *stops}
-    waiting = [node for node in older if node not in seen]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for onward, number in node.next_functions:
-            if onward is edge[0] and number == edge[1]:
-                return True
-            if onward is not None:
-                waiting.append(onward)
-    return False
+    behind = autograd.nodes_behind(older, {edge[0], *stops})
+    return any(onward == edge for node in behind for onward in node.next_functions)
 
 
 def _is_of_same_memory(found: Tensor, tensor: Tensor) -> bool:

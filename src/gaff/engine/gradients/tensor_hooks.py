@@ -105,6 +105,15 @@ def on_gradient(tensor: Tensor, callback: Callable[[Any], Any]) -> Any:
     return modes.unseen(tensor.register_hook, compiler.uncompiled(callback))
 
 
+def on_base(view: Tensor, is_stale: Callable[[], bool], callback: Callable[[Tensor], Any]) -> Any:
+    """Call ``callback`` with what comes to the base of ``view`` once that is stale: torch tells a part of it there, or
+    nothing. Returns the handle; None where the base is a leaf, or there is none."""
+    base = view._base
+    if base is None or base.grad_fn is None:
+        return None
+    return on_gradient(base, lambda total: None if total is None or not is_stale() else callback(total))
+
+
 def alias_of(tensor: Tensor) -> Tensor:
     """A view of all of ``tensor``, in its autograd graph whatever grad mode says, with its attributes and placement."""
     with torch.enable_grad():  # a module without grad mode may return what it was given

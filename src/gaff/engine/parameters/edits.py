@@ -301,7 +301,7 @@ class SwapScope(Act):
             found = [(swap, swap.crossings.get(crossing.run)) for swap in self.swaps]
             crossing.memo[self] = [(swap, first) for swap, first in found if first is not None]
         elif crossing.memo.get(self):
-            frame = next(frame for frame in reversed(self._node.clock.replay_frames()) if frame.owner is self._node)
+            frame = self._node.frame()
             for swap, first in crossing.memo[self]:
                 swap.again(first, frame)
 
