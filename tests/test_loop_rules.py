@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import deque
 from functools import partial
 
 import pytest
@@ -1400,68 +1401,88 @@ class HeldByItself(torch.autograd.Function):
         return gradient
 
 
-@pytest.mark.parametrize("way", ["total", "list", "item", "latest", "window", "cycle", "second"])
+HOLDING = ("total", "list", "second", "scaled", "part", "divided", "outputs", "late")
+
+
+@pytest.mark.parametrize("way", [*HOLDING, "item", "latest", "window", "many at once", "epoch", "cycle", "constant"])
 def test_graphs_of_losses_that_somebody_holds_are_told(tmp_path, way):
     model, x = net(), torch.randn(16, 8)
     y = torch.randint(3, (16,))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=way == "scaled")
+    held = deque(maxlen=100 if way == "window" else None)
+    constant = sum(one.square().sum() for one in nn.Linear(3, 3).parameters())
 
     def train():
-        held, total, latest = [], 0.0, None
-        for _ in range(30):
-            for _ in range(24 if way == "window" else 1):
+        total, latest = 0.0, None
+        for step in range(440):
+            for _ in range(24 if way == "many at once" else 1):
                 out = model(x)
-                loss = torch.nn.functional.cross_entropy(HeldByItself.apply(out) if way == "cycle" else out, y)
-                loss.backward()
-                held += [loss] * (way in ("list", "window"))
+                loss = F.cross_entropy(HeldByItself.apply(out) if way == "cycle" else out, y)
+                whole = loss / 4 if way == "divided" else loss + out.square().mean() if way == "part" else loss
+                whole = whole + constant if way == "constant" else whole
+                scaler.scale(whole).backward(retain_graph=way == "constant")
+                keeps = way in ("list", "window", "many at once", "epoch", "scaled", "part", "divided")
+                held.extend([loss] * (keeps or (way == "late" and step > 40)))
+                held.extend([out] * (way == "outputs"))
             if way == "second":  # of two losses the second is added up
                 second = model(x).square().mean()
                 second.backward()
                 total = total + second
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             total = total + (loss if way == "total" else loss.item())
             latest = loss
-            if way == "window":
+            if way == "many at once" or (way == "epoch" and step % 44 == 0):
                 held.clear()
-        return latest, held
+        return latest
 
-    found = told(tmp_path, train)[0]
-    assert ("graphs_held" in found) == (way in ("total", "list", "second"))
+    found = told(tmp_path, train, every=10)[0]
+    assert ("graphs_held" in found) == (way in HOLDING)
     if way == "second":
         assert "'second'" in found["graphs_held"].message
     assert "eval_graphs_held" not in found
 
 
-@pytest.mark.parametrize("way", ["loss", "outputs", "no_grad", "let go", "perceptual"])
+EVALUATING = ("loss", "outputs", "at the end")
+
+
+@pytest.mark.parametrize("way", [*EVALUATING, "no_grad", "let go", "perceptual", "gradients"])
 def test_an_evaluation_that_holds_its_graphs_is_told(tmp_path, way):
     model, x = net(), torch.randn(160, 8)
     y = torch.randint(3, (160,))
     judge = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).eval()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
+    def evaluate():
+        model.eval()
+        seen, losses = [], []
+        with torch.set_grad_enabled(way != "no_grad"):
+            for part in range(0, 160, 16):
+                out = model(x[part : part + 16])
+                seen += [out] * (way == "outputs")
+                loss = F.cross_entropy(out, y[part : part + 16])
+                losses.append(loss.item() if way in ("let go", "perceptual") else loss)
+        if way == "gradients":
+            torch.autograd.grad(sum(losses), list(model.parameters()))
+
     def train():
-        for _ in range(3):
+        for epoch in range(3):
             model.train()
             for part in range(0, 160, 16):
                 out = model(x[part : part + 16])
-                loss = torch.nn.functional.cross_entropy(out, y[part : part + 16])
+                loss = F.cross_entropy(out, y[part : part + 16])
                 if way == "perceptual":  # a frozen model in eval mode, through which gradients go
                     loss = loss + sum(judge(one[None]).mean() for one in out)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-            model.eval()
-            seen, total = [], 0.0
-            with torch.set_grad_enabled(way != "no_grad"):
-                for part in range(0, 160, 16):
-                    out = model(x[part : part + 16])
-                    seen += [out] * (way == "outputs")
-                    loss = torch.nn.functional.cross_entropy(out, y[part : part + 16])
-                    total = total + (loss.item() if way in ("let go", "perceptual") else loss)
+            if way != "at the end" or epoch == 2:
+                evaluate()
 
     found = told(tmp_path, train)[0]
-    assert ("eval_graphs_held" in found) == (way in ("loss", "outputs"))
+    assert ("eval_graphs_held" in found) == (way in EVALUATING)
     assert "graphs_held" not in found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -85,10 +86,14 @@ def graph_life(tensors: Iterable[Tensor]) -> weakref.ref[Any]:
 
     It points to a token in the metadata of their nodes, which is freed with them. Leaves among them have none.
     """
+    return node_life(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
+
+
+def node_life(nodes: Iterable[Node]) -> weakref.ref[Any]:
+    """As ``graph_life``, of autograd nodes: it lives as long as any of them."""
     life = _Life()
-    for tensor in tensors:
-        if tensor.grad_fn is not None:
-            metadata_of(tensor.grad_fn)[life] = None
+    for node in nodes:
+        metadata_of(node)[life] = None
     return weakref.ref(life)
 
 
@@ -201,6 +206,18 @@ def nodes_behind(roots: Iterable[Node], stops: Iterable[Node] = ()) -> Iterator[
     seen, waiting = set(stops), list(roots)
     while waiting:
         node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [onward for onward, _ in node.next_functions if onward is not None]
+
+
+def nearest_nodes(tensor: Tensor, most: int) -> Iterator[Node]:
+    """The autograd nodes behind a tensor, the nearest first, each once, ``most`` of them at the most."""
+    waiting: deque[Node] = deque(nodes_of([tensor]))
+    seen: set[Node] = set()
+    while waiting and len(seen) < most:
+        node = waiting.popleft()
         if node not in seen:
             seen.add(node)
             yield node

@@ -6,14 +6,13 @@ found by running it again; those of the script's loss are not seen by anybody.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gaff.compat.autograd import kept_by, nodes_of
+from gaff.compat.autograd import kept_by, nearest_nodes
 
 _MOST_NODES = 1000  # behind a loss that is not finite
 _NEAR = 32  # behind one of a sampled step
@@ -86,25 +85,13 @@ def unsafe_op(loss: Tensor) -> str:
     Among the 1,000 nodes nearest to it the farthest one: those after it are given what it has made. What is given a NaN
     is none. Waits for the device.
     """
-    found = [one for one in _unsafe(_nearest(loss, _MOST_NODES), is_steep=False) if int(one.found)]
+    found = [one for one in _unsafe(nearest_nodes(loss, _MOST_NODES), is_steep=False) if int(one.found)]
     return str(found[-1]) if found else ""
 
 
 def steep_ops(loss: Tensor) -> list[UnsafeOp]:
     """The ops nearest to a loss that may have an infinite slope, with how often they have. Waits for no device."""
-    return list(_unsafe(_nearest(loss, _NEAR), is_steep=True))
-
-
-def _nearest(loss: Tensor, most: int) -> Iterator[Any]:
-    """The autograd nodes behind a loss, the nearest first, each once."""
-    waiting: deque[Any] = deque(nodes_of([loss]))
-    seen: set[Any] = set()
-    while waiting and len(seen) < most:
-        node = waiting.popleft()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [onward for onward, _ in node.next_functions if onward is not None]
+    return list(_unsafe(nearest_nodes(loss, _NEAR), is_steep=True))
 
 
 def _unsafe(nodes: Iterable[Any], *, is_steep: bool) -> Iterator[UnsafeOp]:

@@ -285,18 +285,18 @@ def loss_holds_the_last(sample: Sample, past: Past) -> Iterator[Hit]:
     "graphs_held",
     severity="warning",
     means="the autograd graphs of losses are held long after their backward pass: memory grows with each step",
-    cause="a running total, `total += loss`, or a list, `losses.append(loss)`, of losses that were not detached",
+    cause="a running total, `total += loss`, or a list, `losses.append(loss)`, of losses or outputs not detached",
     remedy="add up or keep `loss.item()` or `loss.detach()`",
     least=1,
     share=0.0,
 )
 def graphs_held(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Of a loss that backward runs from once in a step or more, the graphs of the last 20 steps that were looked at are
-    all still there, also after Python was made to collect what holds itself. Certain."""
+    """Of steps that were looked at, at least ten apart, something near the loss is still there of each of the latest
+    eight or more, over 200 steps, also after Python was made to collect what holds itself. Certain."""
     name = sample.facts.get("held")
     if name:
-        told = f"the program holds the graphs behind the loss {name!r} of all steps that were looked at lately"
-        yield Hit(("", ""), f"{told}: memory grows with each step", loss=name)
+        told = f"the program holds what led to the loss {name!r} in each of the latest steps"
+        yield Hit(("", ""), f"{told}: memory grows with each step, until that is let go", loss=name)
 
 
 @rule(
@@ -310,7 +310,8 @@ def graphs_held(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def eval_graphs_held(sample: Sample, past: Past) -> Iterator[Hit]:
     """The graphs of what a trained model returned in eight calls of an evaluation after one another are all there, also
-    after Python was made to collect what holds itself, and no backward pass came before the training. Certain."""
+    after Python was made to collect what holds itself, and nobody asked for gradients before training went on, or all
+    was over. Certain."""
     model = sample.facts.get("eval_held")
     if model:
         yield Hit((model, ""))

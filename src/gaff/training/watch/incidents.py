@@ -145,6 +145,22 @@ def _of_unknown(what: str, step: int, failed: str, seen: Key | None) -> Finding:
     )
 
 
+def of_held_evaluation(model: str, step: int) -> Finding:
+    """The finding about the graphs of an evaluation that came after all training, which no look can tell any more."""
+    known = RULES["eval_graphs_held"]
+    return Finding(
+        rule=known.name,
+        site="",
+        model=model,
+        since=step,
+        severity=known.severity,
+        message=known.means,
+        cause=known.cause,
+        remedy=known.remedy,
+        evidence={},
+    )
+
+
 def of_stuck_scaler(step: int, scale: float | Tensor | None, skipped: int) -> Finding:
     """The finding about a GradScaler that has left out ``skipped`` steps in a row, whose factor by now is ``scale``.
 

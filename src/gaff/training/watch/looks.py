@@ -184,6 +184,15 @@ class Looks:
             self._calls.switch(is_on=True)
         return self.sampled
 
+    def held_at_the_end(self) -> str:
+        """The model of an evaluation whose graphs were held, the last that the program did; empty if there is none.
+
+        One that was known before has been told.
+        """
+        known = self._graphs.held
+        self._graphs.training_goes_on()
+        return "" if known else self._graphs.held
+
     def evaluation_begins(
         self, step: int, model: Model, module: nn.Module, given: tuple[Any, Any], distance: int
     ) -> None:

@@ -111,6 +111,8 @@ class Watcher:
         if not has_steps and error is None:
             self.shield.run(self._end_look)  # all that there will ever be
         self._looks.end()
+        if model := self._looks.held_at_the_end():
+            self.reporter.add(incidents.of_held_evaluation(model, self.step), self.step)
         if error is not None and not isinstance(error, SystemExit):
             self._flight.keep(self.step, "exception", self._batches.kept)
         self._pulse(0.0)
