@@ -373,3 +373,21 @@ def test_a_rate_of_zero_in_another_process_is_told(tmp_path):
     subprocess.run(command, capture_output=True, timeout=120, check=False)
     verdict = gaff.load(tmp_path / "run").verdict
     assert (verdict.state, verdict.name) == ("wrong", "lr_zero")
+
+
+def test_a_rate_that_is_zero_for_long_is_told_with_where_that_ends(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step // 100)  # meant: / 100
+    with gaff.watch(model, optimizer, out=tmp_path / "run"):
+        for _ in range(150):
+            x = torch.randn(32, 6)
+            loss = torch.nn.functional.cross_entropy(model(x), (x[:, 0] > 0).long())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    verdict = gaff.load(tmp_path / "run").verdict
+    assert verdict.name == "lr_zero"
+    assert verdict.cause.startswith("the learning rate is zero: nothing is learned, up to about step 10")

@@ -130,6 +130,7 @@ READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_
 # Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
 FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant")
 
+_NO_RATE = 1e-12  # as the rule ``lr_zero`` has it
 _STOPS = ("not_cleared", "nll_of_scores", "lr_zero", "wrong_parameters", "cleared_before_step", "never_trained",
           "zero_at_the_step", "loss_gives_nothing", "clipped_while_scaled", "targets_no_probabilities",
           "stepped_while_scaled", "one_class")  # fmt: skip
@@ -169,7 +170,11 @@ def read_from_the_process(case: RunCase) -> Claim | None:
         told.append(_risen(*rise))
     after = tuple(one.rule for one in case.findings if one is not finding and one.since >= finding.since)
     explains = after if finding.rule in _STOPS else ()
-    return Claim(finding.rule, "certain", told_of(finding), tuple(told), finding.since, finding.remedy, explains,
+    text = told_of(finding)
+    if finding.rule == "lr_zero" and case.lr is not None and case.lr.values and case.lr.values[0] < _NO_RATE:
+        begins = next((step for step, rate in zip(case.lr.steps, case.lr.values, strict=True) if rate > _NO_RATE), None)
+        text += f", up to about step {begins}" if begins is not None else ""
+    return Claim(finding.rule, "certain", text, tuple(told), finding.since, finding.remedy, explains,
                  _EXPERIMENTS.get(finding.rule, ()))  # fmt: skip
 
 
