@@ -99,13 +99,13 @@ class Run:
         self.has_backward = False  # a gradient of this run has been seen
         self.made = range(0)  # sequence numbers of the autograd nodes that its thread made in it; open, of all since
         self.functions: list[Any] | None = None  # custom Functions around it; None: with grad mode, or nobody asks
-        self.is_waiting = False  # calls without grad mode wait for a reentrant checkpoint to run them again
+        self.is_waiting = False  # calls wait to be run again by a checkpoint, which alone tells their gradients
         self.failure = Failure()
 
     def __repr__(self) -> str:
         return f"Run({self.index})"
 
-    def is_younger(self, tensor: Tensor) -> bool:
+    def began_after(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, which must require grad, was there before the run: a leaf, or made by what ran before."""
         node = tensor.grad_fn
         return node is None or autograd.sequence_of(node) < self.made.start

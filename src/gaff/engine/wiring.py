@@ -113,7 +113,6 @@ class Wiring:
         for leaf in self.leaves:
             leaf.close()
         self.gradients.close()
-        self._clock.close()
         self.nodes.clear()  # what the taps hold is freed with them, without waiting for a collector
         self.leaves.clear()
         self.swaps.clear()
@@ -277,7 +276,7 @@ class Wiring:
             clock.at_end += [lambda run, output: self.gradients.settle_later(), self.gradients.mark_returned]
             clock.at_recomputed.append(self.gradients.settle_later)
         if self.leaves:
-            self.gradients.has_leaves = True
+            self.gradients.asks_for_runs = True
             clock.at_begin.append(self._follow_leaves)
             clock.at_end.append(lambda run, output: self._follow_leaves(run))  # FSDP2 makes tensors in a forward
 

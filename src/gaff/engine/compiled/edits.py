@@ -21,7 +21,7 @@ from gaff.edits.compiled import may_write
 from gaff.edits.event import mixed
 from gaff.edits.files import tensors_of
 from gaff.engine.clock import Clock
-from gaff.engine.compiled.structure import EAGER, WHY_UNTOLD
+from gaff.engine.compiled.structure import BY_STANCE, WHY_UNTOLD
 from gaff.engine.compiled.tell import (
     ODD,
     TURNS,
@@ -42,7 +42,7 @@ from gaff.errors import ExactnessError, PlanError
 _WROTE = "the edit wrote into what it was given: expected a new tensor, t * 2 not t.mul_(2)"
 _UNFIT = "the edit returned "
 _VIEW = "inside compiled code the gradient of a view cannot be edited"
-_LEAF = f"other runs may be given the same leaf, whose passes compiled code cannot tell apart: {EAGER}"
+_LEAF = f"other runs may be given the same leaf, whose passes compiled code cannot tell apart: {BY_STANCE}"
 _ODD = {CALLER: WHY_UNTOLD[CALLER], LEAF: _LEAF}
 
 

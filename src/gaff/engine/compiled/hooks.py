@@ -28,7 +28,7 @@ from gaff.engine.clock import Run
 from gaff.engine.compiled.own_forward import OwnForward, calls_exits, changes_output
 from gaff.engine.compiled.structure import has_grad_mode, has_gradients, rebuild, structure_of
 from gaff.engine.compiled.tell import (
-    STALE,
+    WRITTEN_BEFORE,
     Call,
     Inside,
     Receiver,
@@ -124,7 +124,7 @@ class EntryHook(HookInside):
             run.entered[self.node.index] = number + 1
             if self.taps:
                 given = Arguments(*rebuild(what, values.__getitem__))
-                if call[1] in STALE:
+                if call[1] in WRITTEN_BEFORE:
                     for state in self.states:
                         state.refuse(run, GRAPH_WRITES)
                 for tap in self.taps:

@@ -27,7 +27,7 @@ from gaff.engine.compiled.edits import TracedEdit, TracedGradientEdit
 from gaff.engine.compiled.hooks import EntryHook, ExitHook, HookInside, LeaveHook
 from gaff.engine.compiled.own_forward import OwnForward
 from gaff.engine.compiled.tell import Inside
-from gaff.engine.compiled.tracing import OPERATED, UNSEEN, take_unfinished
+from gaff.engine.compiled.tracing import OPERATED, WHY_UNSEEN, take_unfinished
 from gaff.engine.force_eager import EAGER, EAGER_IF_ANY, forced_eager
 from gaff.engine.modules import ended, entered, install
 from gaff.engine.node import Node
@@ -38,7 +38,7 @@ from gaff.views.text import counted
 
 _SEEN = ("output", "input", "grad_output", "param", "grad")
 _ONLY_OUTPUTS = "graphs tell the gradients of outputs only"
-_WHY_UNSEEN = {"buffer": "a graph brings what it writes into a buffer there at its end"}
+_WHY_NO_PORT = {"buffer": "a graph brings what it writes into a buffer there at its end"}
 _AT = ("output", "input", "grad_output")
 _EDITED = ("output", "input", "grad_output", "grad")
 
@@ -62,7 +62,7 @@ def why_not(taps: Sequence[Any]) -> str:
         if isinstance(tap, EditTap):
             reason = _why_no_edit(tap)
         else:
-            reason = "" if site.port in _SEEN else f"{site}: {_WHY_UNSEEN.get(site.port, _ONLY_OUTPUTS)}"
+            reason = "" if site.port in _SEEN else f"{site}: {_WHY_NO_PORT.get(site.port, _ONLY_OUTPUTS)}"
         if reason:
             return reason
     return ""
@@ -124,7 +124,7 @@ def _why_unseen(taps: Sequence[Any]) -> str:
     """Why a module that was met in compiled code before can be told in eager code alone; empty if there is none."""
     for tap in taps:
         is_at = isinstance(tap, (Tap, EditTap)) and tap.found.site.port in _AT
-        if is_at and UNSEEN.get(tap.found.module) == OPERATED:
+        if is_at and WHY_UNSEEN.get(tap.found.module) == OPERATED:
             return f"{tap.found.site}: {OPERATED}"
     return ""
 
@@ -297,7 +297,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
             if isinstance(edit, TracedGradientEdit):
                 edit.is_over = True
         for tap in self._taps if self._nodes and exc[0] is None else ():
-            why = UNSEEN.get(tap.found.module)
+            why = WHY_UNSEEN.get(tap.found.module)
             if why is not None and tap.found.site.port in _AT:
                 way = "; the next session on it lets compiled code run eagerly" if why == OPERATED else ""
                 tap.stream.refuse(self._nodes[0].clock.latest, 0, why + way)

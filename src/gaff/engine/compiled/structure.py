@@ -23,7 +23,7 @@ from gaff.address.nested import Opaque, children
 from gaff.engine.compiled.tracing import CALLER, GIVEN, LEAF, WRITTEN
 
 _KINDS: dict[Any, str] = {tuple: "tuple", list: "list", dict: "dict"}
-EAGER = "open the session under torch.compiler.set_stance('force_eager')"
+BY_STANCE = "open the session under torch.compiler.set_stance('force_eager')"
 
 
 def structure_of(value: Any, tensors: list[Tensor]) -> str:
@@ -74,12 +74,12 @@ def stand_ins(what: str, odd: Mapping[int, str] = MappingProxyType({})) -> list[
 VIEW = "view"
 WHY_UNTOLD = {
     VIEW: "compiled code does not tell the gradient of a view, which may be changed in place later: capture the layer "
-    f"that makes it, or {EAGER}",
-    WRITTEN: f"compiled code does not tell the gradient of what came into it and was written to in place: {EAGER}",
+    f"that makes it, or {BY_STANCE}",
+    WRITTEN: f"compiled code does not tell the gradient of what came into it and was written to in place: {BY_STANCE}",
     GIVEN: "a module in compiled code returned what the graph was given (after a graph break, say): edits of its "
-    f"gradient by other addresses may be in another graph, and their order is not kept: {EAGER}",
+    f"gradient by other addresses may be in another graph, and their order is not kept: {BY_STANCE}",
     CALLER: "inside compiled code a module under a checkpoint returned what the checkpoint was given, whose gradient "
-    f"belongs to the code around it: ask for it there, or {EAGER}",
+    f"belongs to the code around it: ask for it there, or {BY_STANCE}",
 }
 
 

@@ -28,7 +28,7 @@ from gaff.engine.compiled.tracing import CALLER, GIVEN, LOOKS, WRITTEN, hang, od
 from gaff.engine.gradients.tensor_hooks import told_by_graph
 
 ODD: dict[int, dict[int, str]] = {}  # by place and number: what is odd about a tensor
-STALE: set[int] = set()  # places before which a graph has written to a parameter that is told there
+WRITTEN_BEFORE: set[int] = set()  # places before which a graph has written to a parameter that is told there
 _NUMBERS = itertools.count(1)  # of receivers, one for each time that a frame of compiled code runs
 _PLACES = itertools.count(1)  # of calls in traced code
 _RECEIVERS: dict[int, Receiver] = {}
@@ -279,7 +279,7 @@ def note_stale(place: int, is_written: bool) -> None:
     What it writes reaches the parameter when the graph has ended.
     """
     if is_written:
-        STALE.add(place)
+        WRITTEN_BEFORE.add(place)
 
 
 def _arrival(ticket: Tensor, place: int, number: int, reduce: Any, is_flexible: bool) -> Any:

@@ -22,7 +22,9 @@ OPERATED = "it ran in an operator such as torch.cond or with a wrapper such as a
 _UNFINISHED: set[int] = set()  # places in traced code at which an edit has begun
 _WRITES: list[Any] = []  # Dynamo's record of writes to objects, before a hook that is being set
 LOOKS = ""  # the turn of a hook that only looks at a gradient
-UNSEEN: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by module whose values graphs cannot tell: which of these
+WHY_UNSEEN: WeakKeyDictionary[Any, str] = (
+    WeakKeyDictionary()
+)  # by module whose values graphs cannot tell: which of these
 # By this name a node of a graph that sets a hook holds its turn: the version of the tensor, how long the turn of the
 # session is (0: it only looks), and the call, the last one first.
 _TURN = "gaff_turn"
@@ -52,7 +54,7 @@ def oddity(value: Tensor) -> str:
 
 
 def is_untold(module: Any, values: Iterable[Tensor] = ()) -> bool:
-    """While Dynamo compiles: whether what passes ``module`` cannot be told, which is noted in ``UNSEEN``.
+    """While Dynamo compiles: whether what passes ``module`` cannot be told, which is noted in ``WHY_UNSEEN``.
 
     It cannot in the body of an operator (``torch.cond``, a nested region; not a checkpoint's) or a transform, nor where
     one of ``values``, whose gradients are to be told, is a wrapper (DTensor, jagged): ops of ours mean nothing there.
@@ -202,7 +204,7 @@ def _note_unseen(context: Any) -> None:
     translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     module = getattr(translator.symbolic_locals["module"], "value", None)
     if _ANSWER[3] and module is not None:
-        UNSEEN[module] = _ANSWER[3]
+        WHY_UNSEEN[module] = _ANSWER[3]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -22,7 +22,7 @@ from gaff.engine.gradients.armed import ArmedShare
 from gaff.engine.gradients.later import ShareOfLate
 from gaff.engine.gradients.ports import GradientArm
 from gaff.engine.gradients.reach import find_feeding
-from gaff.engine.gradients.share import UNSEEN, WRITTEN, mark, roots_of, shows_elsewhere, watch_unseen
+from gaff.engine.gradients.share import PAST_THE_SHARE, WRITTEN, mark, roots_of, shows_elsewhere, watch_unseen
 from gaff.engine.gradients.tensor_hooks import INNER, place_of, view_for
 from gaff.engine.value_edits import find
 
@@ -87,4 +87,4 @@ class ShareChange(GradientArm):
     def _unseen(self, share: ArmedShare, total: Tensor, is_fed_unseen: Callable[[], bool]) -> None:
         """In a pass: raises ExactnessError, by its stream, where a part of the share does not pass the hooked node."""
         if self._gradients.is_open and is_fed_unseen():
-            share.refuse(UNSEEN)
+            share.refuse(PAST_THE_SHARE)

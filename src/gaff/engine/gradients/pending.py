@@ -58,7 +58,7 @@ class Gradients:
     def __init__(self, *, has_edits: bool = False) -> None:
         self.is_open = True
         self.number = next(_NUMBERS)  # in the order in which sessions are opened
-        self.has_leaves = has_edits  # somebody asks whose backward pass it is
+        self.asks_for_runs = has_edits  # somebody asks whose backward pass it is
         self.pass_graph = PassGraph()
         self.has_edges = False
         self._chains: dict[tuple[int, int], tuple[weakref.ref[Tensor], list[tuple[object, list[Armed]]]]] = {}
@@ -100,8 +100,8 @@ class Gradients:
             armed.follow_base(tensor, self)
         else:
             armed = Armed(stream, run, call)
-        if run.is_younger(tensor):
-            self.has_leaves = True
+        if run.began_after(tensor):
+            self.asks_for_runs = True
             self.met.of(tensor).add(armed, is_shared=self.has_edits)
         if self.has_edits and hasattr(stream, "expect"):
             stream.expect(tensor)
@@ -206,7 +206,7 @@ class Gradients:
         Whose pass it is, is kept only where a leaf or an edit asks for it.
         """
         self.heard(run)
-        if self.has_leaves:
+        if self.asks_for_runs:
             task = autograd.backward_task()
             if len(self._tasks) > _MOST_PASSES and task not in self._tasks:
                 del self._tasks[min(self._tasks)]  # the oldest, which has long ended
@@ -322,7 +322,7 @@ def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor | None) -> Any
         return None
     if armed.met is None:  # an older tensor does not tell by itself whose pass it is
         armed.run.has_backward = True
-        if gradients.has_leaves:
+        if gradients.asks_for_runs:
             gradients.seen(armed.run)
     if is_wrapper(gradient):
         armed.refuse(BATCHED)

@@ -101,7 +101,7 @@ class OutputGradient(GradientArm):
     def __call__(self, output: Any, given: Arguments, crossing: Crossing) -> None:
         run, call = crossing.run, crossing.call
         if type(output) is Tensor and self._is_plain:
-            if output._is_view() or run.is_younger(output) or self._gradients.has_edits:
+            if output._is_view() or run.began_after(output) or self._gradients.has_edits:
                 self._arm_output(output, self._stream, given, crossing)
             else:  # the common case, without further questions
                 self._gradients.arm_plain(output, self._stream, run, call)

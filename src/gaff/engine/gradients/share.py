@@ -36,7 +36,7 @@ OLDER = (
     "what the module returned was made of its input outside of this call, too: by a worker thread, or before the call "
     "and kept; ask for :input_grad, the total gradient"
 )
-UNSEEN = (
+PAST_THE_SHARE = (
     "somebody kept something that the module made of its input and did not return (a hook that collects, a list), or "
     "the module kept the input, and this backward pass came by it; ask for :input_grad, the total gradient"
 )
@@ -191,7 +191,7 @@ class _Share(Armed):
             elif self._gradients.is_open and not is_all and is_fed_unseen():
                 self._sums.pop(task, None)
                 self._gradients.heard(self.run)
-                self.refuse(UNSEEN)
+                self.refuse(PAST_THE_SHARE)
 
         self._token = mark(feeding)
         self._total = watch_unseen(self._gradients.pass_graph, tensor, edge, unseen, self._token, arrived)

@@ -1,4 +1,4 @@
-"""Hooks on tensors: the one way in which this engine hears of a gradient."""
+"""Hooks on tensors: how gradients are heard of, but for those of compiled code, of FSDP2's shards and of nodes."""
 
 from __future__ import annotations
 

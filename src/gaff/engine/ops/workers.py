@@ -26,7 +26,7 @@ from gaff.engine.ops.names import NAMES, name_of
 from gaff.engine.replacements import Replacements
 from gaff.errors import PlanError
 
-UNSEEN = "a forward runs ops on another thread, where they are no sites"
+ON_A_WORKER = "a forward runs ops on another thread, where they are no sites"
 
 
 class _OnWorker(TorchFunctionMode):
@@ -62,8 +62,8 @@ def _meet(part: CallShare, name: str) -> None:
         if part.run is not None:
             part.run.fail(error)
         raise error
-    if UNSEEN not in scope.notes:
-        scope.notes.append(UNSEEN)
+    if ON_A_WORKER not in scope.notes:
+        scope.notes.append(ON_A_WORKER)
 
 
 def _watched(function: Callable[..., Any], frame: FrameType) -> Callable[..., Any]:

@@ -36,7 +36,7 @@ def is_hidden() -> bool:
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
-UNSEEN: set[int] = set()  # threads that do something of gaff's own just now
+OWN_THREADS: set[int] = set()  # threads that do something of gaff's own just now
 
 
 @contextmanager
@@ -44,13 +44,13 @@ def unseen() -> Iterator[None]:
     """What this thread does inside, such as calling a model to look at it, is no part of the program: watches hear
     nothing of it."""
     here = get_ident()
-    is_first = here not in UNSEEN
-    UNSEEN.add(here)
+    is_first = here not in OWN_THREADS
+    OWN_THREADS.add(here)
     try:
         yield
     finally:
         if is_first:
-            UNSEEN.discard(here)
+            OWN_THREADS.discard(here)
 
 
 _FRAMES = 2  # between a program and a call that is only counted: ``_Call.__call__`` and ``Passing.call``

@@ -122,7 +122,7 @@ class StepGuard:
         self._dropped: list[tuple[Tensor, Tensor]] = []  # parameters and gradients kept from a skipped step
         self._found: Any = None  # the optimizer's own ``found_inf``, while ours is in its place
         self._counts = GroupCounts(optimizer)
-        self._versions: list[int] = []  # of the parameters, likewise
+        self._versions: list[int] = []  # of the parameters, as the step began
         self.has_skipped = False  # the last step
         self.has_moved = False  # some step has changed parameters before it evaluated its closure
 

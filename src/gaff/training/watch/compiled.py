@@ -93,9 +93,9 @@ class InsideCompiled:
 
     def _note_unseen(self) -> None:
         """Note the classes of modules that graphs could tell nothing of."""
-        from gaff.engine.compiled.tracing import UNSEEN
+        from gaff.engine.compiled.tracing import WHY_UNSEEN
 
-        unseen = {(type(module).__name__, why) for module, why in UNSEEN.items() if module in self._models.entries}
+        unseen = {(type(module).__name__, why) for module, why in WHY_UNSEEN.items() if module in self._models.entries}
         for name, why in sorted(unseen):
             self._models.missed.note(f"{name} in compiled code is not looked at: {why}")
 

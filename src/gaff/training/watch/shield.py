@@ -13,7 +13,7 @@ import torch
 from gaff.compat import modes
 from gaff.compat.signals import is_of_handler
 from gaff.engine.process import stack_room
-from gaff.engine.process.calls import UNSEEN
+from gaff.engine.process.calls import OWN_THREADS
 
 FRAMES = 500  # more than anything behind the wall needs
 
@@ -47,7 +47,7 @@ class Shield:
         """
         here = threading.get_ident()
         self._thread = self._thread or here
-        return self._thread == here and here not in UNSEEN and torch._C._get_tracing_state() is None
+        return self._thread == here and here not in OWN_THREADS and torch._C._get_tracing_state() is None
 
     def run(self, action: Callable[..., Any], *arguments: Any) -> None:
         """Call ``action``, if the shield is open and this is the thread that trains; no error of it gets out."""
