@@ -191,3 +191,17 @@ def test_a_mask_of_planes_tells_the_place_in_the_plane(tmp_path):
     store = gaff.harvest(torch.nn.Identity(), [x], ":output", out=tmp_path, rows=lambda batch: batch[..., 0] % 5 == 0)
     places = store.labels["sample"][:] * 12 + store.labels["position"][:]
     assert places.tolist() == store[":output"][:][:, 0].tolist() == [0, 5, 10, 15, 20]
+
+
+def test_rows_that_another_process_has_not_written_are_warned_of(tmp_path):
+    data = torch.arange(40.0).view(10, 4)
+    model = nn.Linear(4, 2)
+    gaff.harvest(model, [data[at : at + 2] for at in range(0, 10, 2)], ":output", out=tmp_path / "acts", shard=2)
+    store = gaff.load(tmp_path / "acts")
+    assert len(store[":output"][:]) == 10
+    del store.shards[1]
+    with pytest.warns(
+        UserWarning, match="has no rows of 2 of the batches before those that are there: another process"
+    ):
+        store[":output"]
+    store[":output"]  # told once

@@ -245,6 +245,10 @@ def sample_norms(
     Exact for Linear, Conv (also transposed), Embedding and norm layers, also where a layer is called several times or
     two share a weight, at the price of some matrix products a layer. Keeps the layers' inputs until it is freed.
 
+    Where examples meet in a function of the forward or in the loss (``F.batch_norm`` in training, ``h - h.mean(0)``, a
+    contrastive loss), which nothing tells, the gradients are those of the whole loss by way of each example's rows, and
+    no example has a loss of its own.
+
     Raises:
         PlanError: before anything runs, for layers without a rule. ExactnessError: on reading, where examples cannot
             be told apart (batch norm in training, flattened batches, position embeddings that are shared).

@@ -7,6 +7,7 @@ asked of a block has the whole block compared with its checksum.
 from __future__ import annotations
 
 import operator
+import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -177,7 +178,8 @@ class Store(Mapping[str, Column]):
         self.refresh()
 
     def refresh(self) -> None:
-        """Open the shards that are there now; where some in the middle are missing their rows are, too."""
+        """Open the shards that are there now; where some in the middle are missing, reading warns."""
+        self._has_warned = False
         self.shards: list[Shard] = read_shards(self.place)
         own = manifest.identity(self.place) if self.shards else ""
         other = next((shard for shard in self.shards if shard.harvest not in ("", own)), None)
@@ -197,6 +199,7 @@ class Store(Mapping[str, Column]):
             raise SiteError(
                 f"{site!r:.60} is not in {str(self.place)!r}: expected one of {', '.join(self._sites) or 'none'}"
             )
+        self._warn_of_holes()
         return self._sites[site]
 
     def __contains__(self, site: object) -> bool:
@@ -281,6 +284,19 @@ class Store(Mapping[str, Column]):
             yield str(error)
         except (LookupError, TypeError, ValueError):
             yield f"{self.place}: what it says of the order of the samples is damaged"
+
+    def _warn_of_holes(self) -> None:
+        """Warn, once, where shards are missing before the last one that is there: others have not written theirs."""
+        ends = [0, *(shard.batches[1] for shard in self.shards)]
+        missing = sum(shard.batches[0] - end for shard, end in zip(self.shards, ends, strict=False))
+        if missing and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"gaff: {self.place} has no rows of {missing} of the batches before those that are there: "
+                "another process has not written its shards; is_complete tells when all are there, and "
+                "refresh() looks for more",
+                stacklevel=3,
+            )
 
     def __repr__(self) -> str:
         how = "complete" if self.is_complete else "not complete"
