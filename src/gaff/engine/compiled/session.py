@@ -223,8 +223,11 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
 
     Made by ``meet``, entered for the session, which calls ``install`` for each node. Closing tells the receipt how
     much was compiled, and refuses edits whose backward has not run: hooks inside a graph cannot be taken out of it.
+
+    What sets hooks is never compiled itself: a session that code opens while it is compiled ends the graph there.
     """
 
+    @compiler.never_traced
     def __init__(self, model: nn.Module, taps: Sequence[Any], notes: list[str], *, has_marks: bool) -> None:
         self._root = unwrap(model)
         self._is_inside = is_compiled(model)  # else a compiled function calls it, or parts of it
@@ -245,6 +248,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         self._own.open()
         return self
 
+    @compiler.never_traced
     def install(self, node: Node, handles: list[Any]) -> None:
         """Put hooks on the module that act inside compiled code, and outside of it as others do.
 
@@ -276,6 +280,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         install(node, handles, make, always=False)
         handles.append(OwnForward(node.module))
 
+    @compiler.never_traced
     def __exit__(self, *exc: object) -> None:
         """Let nobody hear of the graphs any more, and note what was compiled.
 
