@@ -1625,3 +1625,49 @@ def test_small_updates_of_a_warm_up_are_no_finding(tmp_path, warm):
     assert ("update_small" in found) == (warm == 1)
     is_still = "still being warmed up" in str(record.verdict)
     assert is_still == (warm > 1), str(record.verdict)
+
+
+@pytest.mark.parametrize("way", ["bags", "left alone"])
+def test_outputs_in_eval_mode_that_are_trained_through_are_no_evaluation(tmp_path, way):
+    """Multiple instances: an encoder in eval mode, whose BatchNorm is frozen, runs on each, then a head on all."""
+    encoder, head = nn.Sequential(nn.Linear(8, 4), nn.Tanh()), nn.Linear(4, 3)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *head.parameters()], 0.1)
+    outputs = []
+
+    def train():
+        for step in range(20):
+            encoder.train(step < 5)
+            parts = [encoder(torch.randn(2, 8)) for _ in range(10)]
+            if way == "left alone":  # held for nothing: the head sees none of them
+                outputs.append(parts)
+                parts = [torch.randn(2, 4)]
+            loss = F.cross_entropy(head(torch.stack(parts).mean((0, 1)))[None], torch.tensor([step % 3]))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert step != 12 or not any(one._backward_hooks for one in parts)  # no look
+
+    found = told(tmp_path, train, every=20)[0]
+    assert ("eval_graphs_held" in found) == (way == "left alone")
+
+
+@pytest.mark.parametrize("more", [0, 3])
+def test_an_evaluation_after_all_training_is_told_also_where_little_follows(tmp_path, more):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def steps(number):
+        model.train()
+        for _ in range(number):
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def train():
+        steps(30)
+        model.eval()
+        outputs = [model(torch.randn(4, 8)) for _ in range(20)]
+        steps(more)
+        return outputs
+
+    assert "eval_graphs_held" in told(tmp_path, train, every=1000)[0]

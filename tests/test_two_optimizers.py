@@ -147,7 +147,7 @@ def test_the_loss_of_a_model_that_is_not_watched_is_left_out_wherever_it_stands(
     assert [name for name in record.scalars if name.startswith("loss")] == ["loss:loss"]
 
 
-@pytest.mark.parametrize("way", ["once", "in parts", "each", "measured after", "largest"])
+@pytest.mark.parametrize("way", ["once", "in parts", "each", "measured after", "measured before", "largest"])
 def test_the_norm_before_clipping_is_that_of_all_that_was_clipped(tmp_path, way):
     torch.manual_seed(0)
     model, truth = Net(4, 3), []
@@ -158,7 +158,9 @@ def test_the_norm_before_clipping_is_that_of_all_that_was_clipped(tmp_path, way)
             optimizer.zero_grad()
             (model(torch.randn(8, 4)).square().mean() * 100).backward()
             truth.append(norm_of([one.grad for one in model.parameters()]))
-            if way in ("once", "measured after"):
+            if way == "measured before":
+                utils.clip_grad_norm_(model.parameters(), math.inf)
+            if way in ("once", "measured after", "measured before"):
                 utils.clip_grad_norm_(model.parameters(), 1.0)
             elif way == "in parts":
                 utils.clip_grad_norm_(model.b.parameters(), 1.0)
@@ -199,3 +201,41 @@ def test_moments_of_large_numbers_and_of_half_precision_are_finite(tmp_path):
     truth = (model.weight.grad.double().square() / expected).mean().sqrt().item()
     told = gaff.load(tmp_path / "half").series("weight:param", "adam_rms").values
     assert told[0] == pytest.approx(truth, rel=1e-3)
+
+
+def test_the_penalty_of_torchs_own_recipe_is_told_as_it_is(tmp_path):
+    """A scaled pass by ``torch.autograd.grad`` with a graph, then a scaled backward pass: both are unscaled."""
+    torch.manual_seed(0)
+    model, came, truth = Net(6, 1), [], []
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-3), torch.amp.GradScaler("cpu", init_scale=65536.0)
+    gradients_of(model.a, came)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.randn(32, 6)).square().mean()
+            scaled = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
+            penalty = sum((one / 65536).square().sum() for one in scaled).sqrt()
+            scaler.scale(loss + penalty).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            truth.append(norm_of([one.detach() / 65536 for one in came]))
+            came.clear()
+    assert gaff.load(tmp_path / "run").series("a:grad_output", "norm").values == pytest.approx(truth, rel=1e-5)
+
+
+@pytest.mark.parametrize("way", ["frozen with a new head", "given by hand"])
+def test_losses_of_parameters_that_are_new_are_those_of_the_watched_model(tmp_path, way):
+    torch.manual_seed(0)
+    model = Net(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        if way == "frozen with a new head":
+            model.requires_grad_(False)
+            model.b = nn.Linear(20, 2)
+        given = {name: one.detach().clone().requires_grad_() for name, one in model.named_parameters()}
+        for _ in range(3):
+            x = torch.randn(8, 6)
+            out = model(x) if way != "given by hand" else torch.func.functional_call(model, given, (x,))
+            out.square().mean().backward()
+            optimizer.step()
+    assert len(gaff.load(tmp_path / "run").scalar("loss").values) == 3

@@ -342,12 +342,13 @@ def unreplicated_calls(model: Any) -> Iterator[None]:
 
 def _replicators(model: Any) -> Iterator[Any]:
     """What keeps parts of ``model`` equal to those of other processes, as they run."""
-    known = sys.modules.get("torch.distributed._composable.replicate")
+    contract = sys.modules.get("torch.distributed._composable.contract")
     for one in model.modules():
         if isinstance(one, torch.nn.parallel.DistributedDataParallel):
             yield one
-        elif known is not None and hasattr(state := known.replicate.state(one), "_ddp"):
-            yield state._ddp
+        elif contract is not None:  # asked for there, torch would put an empty table into each module
+            states = one.__dict__.get(contract.STATE_KEY, {}).values()
+            yield from (state._ddp for state in states if hasattr(state, "_ddp"))
 
 
 def over_parts(values: list[Tensor], owners: list[Tensor], kind: str) -> list[Tensor]:

@@ -172,8 +172,9 @@ def read_from_the_process(case: RunCase) -> Claim | None:
     explains = after if finding.rule in _STOPS else ()
     text = told_of(finding)
     if finding.rule == "lr_zero" and case.lr is not None and case.lr.values and case.lr.values[0] < _NO_RATE:
-        begins = next((step for step, rate in zip(case.lr.steps, case.lr.values, strict=True) if rate > _NO_RATE), None)
-        text += f", up to about step {begins}" if begins is not None else ""
+        zeros = [rate < _NO_RATE for rate in case.lr.values]
+        is_over = False in zeros and not any(zeros[zeros.index(False) :])
+        text += f", up to about step {case.lr.steps[zeros.index(False)]}" if is_over else ""
     return Claim(finding.rule, "certain", text, tuple(told), finding.since, finding.remedy, explains,
                  _EXPERIMENTS.get(finding.rule, ()))  # fmt: skip
 

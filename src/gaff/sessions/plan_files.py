@@ -101,8 +101,9 @@ def save(requests: Sequence[Request], options: Options, path: str | PathLike[str
         failure = extras.need("safetensors").SafetensorError
         with replacing(f"{path}{_TENSORS}", failure) as made:
             library.save_file(whole, str(made))
+    had_tensors = not tensors and Path(path).is_file() and _has_tensors(Path(path).read_text(errors="replace"))
     write_text(path, text + "\n")
-    if not tensors:
+    if had_tensors:
         Path(f"{path}{_TENSORS}").unlink(missing_ok=True)
 
 

@@ -89,7 +89,7 @@ def follow_derivatives(share: Follower, made: set[GraphNode], edge: Edge) -> Non
             autograd.metadata_of(node).setdefault(derivatives, False)
 
 
-AHEAD: list[Callable[[], None]] = []  # of sessions that look for gradients: called before each pass
+AHEAD: list[Callable[[Any], None]] = []  # of who looks for gradients: called before each pass, with its outputs
 _MADE: deque[range] = deque(maxlen=256)  # the numbers of nodes that each of the last differentiable passes has made
 _COUNT = [0]  # of all such passes
 _OUTERMOST = [0]  # of all passes that began outside of another one
@@ -127,7 +127,7 @@ def _run_backward(run: Callable[..., Any]) -> Callable[..., Any]:
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _OUTERMOST[0] += autograd.backward_task() == -1
         for ahead in tuple(AHEAD):
-            ahead()
+            ahead(outputs)
         if not _FOLLOWED[0] or not (args[2] if len(args) > 2 else kwargs.get("create_graph")):
             return run(outputs, *args, **kwargs)
         _begins(outputs)

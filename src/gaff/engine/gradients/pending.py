@@ -250,7 +250,7 @@ class Gradients:
         """Set the hooks of tensors that have come to require grad; tell the streams of the others, if ``is_final``."""
         self.later.settle(self.arm, is_final=is_final)
 
-    def pass_begins(self, *, is_inside: bool) -> None:
+    def pass_begins(self, _outputs: Any, *, is_inside: bool) -> None:
         """A backward pass is about to begin; ``is_inside``: hooks are inside compiled code."""
         self._is_hidden = self._is_hidden or (is_inside and has_compiled_autograd())
         self.settle_later(is_final=False)

@@ -265,7 +265,11 @@ def _substitute(tensor: Tensor) -> Tensor:
     return tensor if standing is None or standing.original is not tensor else standing.used()
 
 
+_OWN: dict[str, Any] = {
+    "__torch_function__": classmethod(_used),
+    "__deepcopy__": lambda self, memo: _by_itself(self, "__deepcopy__", memo),
+    "__reduce_ex__": lambda self, protocol: _by_itself(self, "__reduce_ex__", protocol),
+}
 _ASIDE: dict[type, type] = {
-    kind: type(kind.__name__, (kind,), {"__torch_function__": classmethod(_used), "__module__": kind.__module__})
-    for kind in (nn.Parameter, Tensor)
+    kind: type(kind.__name__, (kind,), {**_OWN, "__module__": kind.__module__}) for kind in (nn.Parameter, Tensor)
 }

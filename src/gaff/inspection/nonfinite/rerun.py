@@ -134,11 +134,10 @@ def _backward(model: nn.Module, roots: list[Tensor], gradients: list[Tensor]) ->
     """Run backward as the program does.
 
     Where its hooks act on gradients that are accumulated (an optimizer that steps in backward, gradients that are added
-    up elsewhere, or averaged over replicas) nothing is accumulated: they would act once more.
+    up elsewhere) nothing is accumulated: they would act once more.
     """
     leaves = [one for one in model.parameters() if one.requires_grad and one.is_leaf]
-    is_alone = distributed.has_others() and not distributed.meshes_of(model)
-    if is_alone or any(one._post_accumulate_grad_hooks or hasattr(one, "_in_backward_optimizers") for one in leaves):
+    if any(one._post_accumulate_grad_hooks or hasattr(one, "_in_backward_optimizers") for one in leaves):
         torch.autograd.grad(roots, leaves, gradients, allow_unused=True)
     else:
         torch.autograd.backward(roots, gradients)

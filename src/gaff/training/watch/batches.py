@@ -79,7 +79,7 @@ class StepBatches:
         so where no model was seen to run, too: if the parameter behind ``loss`` is of another one, it is that. None
         where the models were given, and this is the loss of another one, as far as the nodes behind it tell.
         """
-        if models.is_given and is_of_others(loss, models.owner_of):
+        if models.is_given and is_of_others(loss, models):
             return None
         if self._ran:
             ran = frozenset(self._ran)

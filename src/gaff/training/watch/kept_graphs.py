@@ -12,12 +12,21 @@ from weakref import ref
 from torch import Tensor
 
 from gaff.address.nested import iter_tensors
-from gaff.compat.autograd import graph_life, nearest_nodes, node_life, sequence_of, takes_gradient
-from gaff.engine.gradients.tensor_hooks import keep_gradient
+from gaff.compat.autograd import (
+    graph_life,
+    metadata_of,
+    nearest_nodes,
+    node_life,
+    nodes_behind,
+    nodes_of,
+    sequence_of,
+    takes_gradient,
+)
 from gaff.training.watch.loss_graph import first_numbers, reaches
 
 _MOST_TENSORS = 16  # of one value
 _RUNS = 8  # of an evaluation whose graphs are all still there, before somebody is said to hold them
+_FAR = 10_000  # nodes behind a loss among which those that were marked are looked for
 _BEHIND = 16  # nodes nearest to a loss, one of which is enough
 _APART, _MARKS = 10, 32  # steps between those that are marked, and how many are known
 _HELD, _SPAN = 8, 200  # how many of the latest marks are still there, and over how many steps
@@ -46,44 +55,49 @@ class Certainty:
 class EvaluationGraphs:
     """The graphs of what a model returned in an evaluation that runs with gradients, as a rule by mistake.
 
-    ``held``: the model whose graphs the program was found to hold though no gradient was asked for; empty until then.
-    ``is_on``: whether the run in progress, or the latest, is one of such an evaluation.
+    ``is_on``: whether the run in progress, or the latest, is one of such an evaluation. ``is_pending``: some are
+    marked, and a gradient may still be asked for, until the next optimizer's step is over.
     """
 
     def __init__(self) -> None:
-        self.held = ""
         self.is_on = False
+        self._has_told = False
         self._lives: deque[ref[Any]] = deque(maxlen=_RUNS)
         self._held = Certainty()
-        self._until_now = ""  # as ``held``, and a backward pass may still come
+        self._found = ""  # the model whose graphs were all there at some time
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether passes are to be told."""
+        return bool(self._lives) or bool(self._found)
 
     def run_begins(self, *, is_asked: bool) -> None:
         """A run that does not train begins; ``is_asked``: it is of a model that is trained, and has gradients."""
-        self.is_on = is_asked and not self.held
+        self.is_on = is_asked and not self._has_told
 
     def run_ends(self, model: str, output: Any) -> None:
         """That run has returned ``output``; None where it raised."""
-        tensors = [one for _, one in islice(iter_tensors(output), _MOST_TENSORS) if takes_gradient(one)]
-        made = [one for one in tensors if one.grad_fn is not None]
+        made = [one for _, one in islice(iter_tensors(output), _MOST_TENSORS) if takes_gradient(one) and one.grad_fn]
         if made:
             self._lives.append(graph_life(made))
-            for one in made:  # not all passes are told beforehand: ``torch.autograd.grad`` is none of a loss
-                keep_gradient(one, self._gradient_came)
         if self._held.are_all(self._there, _RUNS):
-            self._until_now = model
+            self._found = model
 
-    def backward_begins(self) -> None:
-        """Graphs are needed: those that were marked may be among them."""
-        self.is_on, self._until_now = False, ""
-        self._lives.clear()
+    def pass_begins(self, outputs: Any) -> None:
+        """A backward pass begins: where it comes by what was marked, that was needed."""
+        marks = {life for one in self._lives if (life := one()) is not None}
+        if marks and any(marks & metadata_of(node).keys() for node in islice(nodes_behind(nodes_of(outputs)), _FAR)):
+            self._forget()
 
-    def training_goes_on(self) -> None:
-        """A run that trains begins, or all is over: no gradient was asked for since the evaluation began."""
-        self.held = self.held or self._until_now
-        self.backward_begins()
+    def take(self) -> str:
+        """An optimizer's step is over, or all is: the model whose graphs were held though no gradient was asked for,
+        told once; empty if there is none."""
+        found, self._has_told = self._found, self._has_told or bool(self._found)
+        self._forget()
+        return found
 
-    def _gradient_came(self, _gradient: Tensor) -> None:
-        self._until_now = ""
+    def _forget(self) -> None:
+        self.is_on, self._found = False, ""
         self._lives.clear()
 
     def _there(self) -> list[ref[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from gaff.training.watch.kept_graphs import EvaluationGraphs
 from gaff.training.watch.model_calls import ModelCalls
 from gaff.training.watch.models import Model, Models
 from gaff.training.watch.optimizer_steps import OptimizerSteps
+from gaff.training.watch.passes import PassListener
 from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.setup_facts import SetupFacts
 from gaff.training.watch.shield import Shield
@@ -71,7 +73,7 @@ class Looks:
 
     def __init__(
         self, models: Models, calls: ModelCalls, setup: SetupFacts, shield: Shield,
-        evaluated: Callable[[SampledStep], None], heard: Callable[..., None],
+        evaluated: Callable[[SampledStep], None], heard: Callable[..., None], *, scale_of: Callable[[Any], Any],
     ) -> None:  # fmt: skip
         self.sampled: SampledStep | None = None  # of the step in progress, if it is looked at
         self.is_endless = False
@@ -86,6 +88,7 @@ class Looks:
         self._counted: tuple[_Evaluations, bool] | None = None  # whose runs are only counted, if in training mode
         self.modes = TrainingModes()
         self._graphs = EvaluationGraphs()
+        self._passes = PassListener(partial(self._pass_begins, scale_of), shield)
         self._heard = EvaluationCalls(models, shield, heard)
 
     @property
@@ -111,6 +114,7 @@ class Looks:
         self._calls.look(is_on=True)
         self._setup.look(is_on=True)
         self._heard.stand_by()
+        self._passes.switch(is_on=True)
 
     def end(self) -> SampledStep | None:
         """Look at nothing any more, and leave no hook on; the look that was in progress, None where there was none."""
@@ -119,12 +123,11 @@ class Looks:
         self._calls.look(is_on=False)
         self._heard.over()
         self._setup.look(is_on=False)
+        self._passes.switch(is_on=self._graphs.is_pending)
         if sampled is not None:
             sampled.facts.update(self._setup.take())
             if in_eval := self.modes.take_in_eval():
                 sampled.facts["eval_mode"] = in_eval
-            if self._graphs.held:
-                sampled.facts["eval_held"] = self._graphs.held
         if sampled is not None:
             sampled.close()
         return sampled
@@ -133,6 +136,7 @@ class Looks:
         """Give up the look in progress: whatever its hooks still bring is seen by nobody. The hooks stay on."""
         self._heard.close()
         self._setup.look(is_on=False)
+        self._passes.switch(is_on=False)
         if self.sampled is not None:
             self.sampled.is_open = False
         self.sampled = self._target = None
@@ -158,7 +162,7 @@ class Looks:
             one.runs = one.in_training_mode = 0
         self._counted = None
         self._heard.over()
-        self._graphs.training_goes_on()
+        self._graphs.is_on = False
         sampled = self._target = self.sampled
         model.has_run = True
         has_acted = self.modes.acting.trains(model.name, args, kwargs)
@@ -177,21 +181,22 @@ class Looks:
             self._setup.batch_given(module, args, kwargs)
 
     def backward_begins(self) -> SampledStep | None:
-        """Gradients are asked for; returns the look in progress, which hears of recomputations. What ran before may
-        have needed its graph."""
-        self._graphs.backward_begins()
+        """A backward pass from losses begins; returns the look in progress, which hears of recomputations."""
         if self.sampled is not None:
             self._calls.switch(is_on=True)
         return self.sampled
 
-    def held_at_the_end(self) -> str:
-        """The model of an evaluation whose graphs were held, the last that the program did; empty if there is none.
+    def _pass_begins(self, scale_of: Callable[[Any], Any], outputs: Any) -> None:
+        """Any backward pass begins."""
+        if self.sampled is not None:
+            self.sampled.gradients_come(scale_of(outputs))
+        self._graphs.pass_begins(outputs)
 
-        One that was known before has been told.
-        """
-        known = self._graphs.held
-        self._graphs.training_goes_on()
-        return "" if known else self._graphs.held
+    def take_held(self) -> str:
+        """The model of an evaluation whose graphs were held for nothing, once a step is over or all is; else empty."""
+        found = self._graphs.take() if self._graphs.is_pending else ""
+        self._passes.switch(is_on=self.sampled is not None)
+        return found
 
     def evaluation_begins(
         self, step: int, model: Model, module: nn.Module, given: tuple[Any, Any], distance: int
@@ -250,6 +255,7 @@ class Looks:
         """
         if self._graphs.is_on:
             self._graphs.run_ends(model.name, output)
+            self._passes.switch(is_on=True)
         target, self._target = self._target, self.sampled  # for what a checkpoint recomputes
         if target is not None and target.phase == "eval":
             self._heard.run_ends()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -18,6 +18,7 @@ from gaff.training.watch.loss_terms import (
     terms_of,
     without_smoothing,
 )
+from gaff.training.watch.models import Models
 
 _MOST_NODES = 1000
 _FIRST, _NEAR = 4, 64  # nodes behind a loss that are compared with those of the next step
@@ -275,14 +276,14 @@ def leaves_behind(loss: Tensor) -> tuple[list[Tensor], bool]:
     return [one for one in variables if one is not None], len(nodes) < _MOST_NODES
 
 
-def is_of_others(loss: Tensor, owner_of: Callable[[Tensor], str]) -> bool:
-    """Whether a loss depends on parameters, all without an owner by ``owner_of``; False if 1,000 nodes do not tell."""
+def is_of_others(loss: Tensor, models: Models) -> bool:
+    """Whether a loss depends on parameters of other models than ours, and on none of ours, as 1,000 nodes tell."""
     is_any = False
     for at, node in enumerate(nodes_behind(nodes_of([loss]))):
         leaf = getattr(node, "variable", None)
-        if at == _MOST_NODES or (leaf is not None and owner_of(leaf)):
+        if at == _MOST_NODES or (leaf is not None and models.owner_of(leaf)):
             return False
-        is_any = is_any or leaf is not None
+        is_any = is_any or (leaf is not None and models.is_of_another(leaf))
     return is_any
 
 

@@ -104,22 +104,30 @@ class Losses:
         self._scaled = [one for one in self._scaled if one[0]() is not None][-8:]
         self._scaled.append((ref(scaled), ref(loss), loss.detach(), scaler))
 
+    def scale_of(self, outputs: Any) -> Any:
+        """By what a GradScaler has multiplied what a backward pass begins from; 1 where nobody has."""
+        first = next(iter(outputs), None) if isinstance(outputs, (list, tuple)) else outputs
+        known = next((one[3] for one in self._scaled if one[0]() is first), None) if self._scaled else None
+        return 1.0 if known is None else _scale_of(known)
+
     def clipped(self, norm: Any, most: Any, kind: Any = 2.0, *, is_stale: bool = False) -> None:
         """``clip_grad_norm_`` has found this norm, and scales gradients to ``most`` where it is more. Never waits.
 
-        What was clipped in parts has one norm, the root of the sum of squares, if they are Euclidean ones (``kind``).
-        What is measured after that, by an endless limit, is left out. ``is_stale``: they are those of the step before.
-        Without a norm ``clip_grad_value_`` has limited each element. A norm of which each process has a part (FSDP2,
-        tensor parallelism) is left out, too: it takes all of them to tell.
+        What was clipped in parts, with no backward pass in between, has one norm, the root of the sum of squares, if
+        they are Euclidean ones (``kind``). What is only measured, by an endless limit, is no part. ``is_stale``: they
+        are those of the step before. Without a norm ``clip_grad_value_`` has limited each element. A norm of which each
+        process has a part (FSDP2, tensor parallelism) is left out, too: it takes all of them to tell.
         """
         if norm is None:
             self.facts["clipped_by_value"] = float(most)
             return
         known = distributed.known_here(norm.detach()) if isinstance(norm, Tensor) else float(norm)
-        if known is None or ("clipped" in self.facts and math.isinf(float(most))):
+        earlier = self.facts.get("clipped")
+        if known is None or (earlier is not None and math.isinf(float(most))):
             return
         if float(kind) == _EUCLIDEAN:
-            self.unclipped = known if self.unclipped is None else _hypot(self.unclipped, known)
+            is_part = earlier is not None and earlier["passes"] == self.in_step and not math.isinf(earlier["most"])
+            self.unclipped = _hypot(self.unclipped, known) if is_part and self.unclipped is not None else known
         factor = self.factor_on()
         self.facts["clipped"] = {
             "norm": known,

@@ -241,11 +241,18 @@ class Models:
         known = next((one.name for one in self.all if one.name_of(leaf)), None)
         if known is not None:
             return known
-        found = None if self.is_given else holder_of_parameter(leaf)
-        if found is None:
-            self._strangers[leaf] = True
+        found = holder_of_parameter(leaf)
+        if found is None or self.is_given:
+            roots = [root for one in self.all if (root := one.root()) is not None]
+            is_ours = any(one is leaf for root in roots for one in root.parameters())
+            self._strangers[leaf] = found is not None and not is_ours
             return ""
         return self.add(*found).name
+
+    def is_of_another(self, leaf: Tensor) -> bool:
+        """Whether a parameter, of which ``owner_of`` knows no owner, is that of a module that a running function holds
+        and that is no part of ours. What FSDP2 gathers, and what no module holds, is not."""
+        return bool(self._strangers.get(leaf))
 
     def select(self, root: nn.Module) -> set[int] | None:
         """The identities of the modules of ``root`` that the filters leave; None where there is no filter, for all.

@@ -146,6 +146,8 @@ class Optimizers:
         leader = self._leader() if self._leader is not None else None
         if self._has_changed or leader is None or leader is optimizer:
             return False
+        if self.counts.get(leader) != self.counts.get(optimizer):  # one of them steps more often
+            return False
         self._has_changed, self._leader = True, weakref.ref(optimizer)
         self._now.clear()
         return True

@@ -64,15 +64,14 @@ class Watcher:
                          self._run_ends_late, lambda *given: self._looks.left(*given))  # fmt: skip
         self._calls = ModelCalls(self._models, told, self.shield)
         setup = SetupFacts(self._models, self.shield, lambda *given: self._looks.attended(*given))
-        self._looks = Looks(self._models, self._calls, setup, self.shield,
-                            lambda one: self.reporter.look(one, {}, {}),
-                            lambda *told, **more: self.reporter.tell(*told, **more))  # fmt: skip
+        self._losses = losses = Losses(self.pace.want)
+        self.reporter = reporter = Reporter(settings, self._flight, lambda: self.steps_made)
+        self._looks = Looks(self._models, self._calls, setup, self.shield, lambda one: reporter.look(one, {}, {}),
+                            reporter.tell, scale_of=losses.scale_of)  # fmt: skip
         self._steps = OptimizerSteps(optimizers, self._models, is_any=models is None)
         for name, model in (models or {}).items():
             self._models.select(model)
             self._calls.know(self._models.add(name, model), model)
-        self.reporter = Reporter(settings, self._flight, lambda: self.steps_made)
-        self._losses = losses = Losses(self.pace.want)
         loop: Any = (self._backward_begins, self._step_begins, self._step_ended, self._step_skipped, losses.note_scale,
                      self._looks.compiled, self._steps.clipped(losses.clipped), setup.iterated, self.reporter.saved,
                      lambda: self._steps.backward_ended(losses.latest, losses.factor_on()), setup.loaded)  # fmt: skip
@@ -111,8 +110,7 @@ class Watcher:
         if not has_steps and error is None:
             self.shield.run(self._end_look)  # all that there will ever be
         self._looks.end()
-        if model := self._looks.held_at_the_end():
-            self.reporter.add(incidents.of_held_evaluation(model, self.step), self.step)
+        self._tell_held()
         if error is not None and not isinstance(error, SystemExit):
             self._flight.keep(self.step, "exception", self._batches.kept)
         self._pulse(0.0)
@@ -215,8 +213,6 @@ class Watcher:
                     self.reporter.add(self._flight.keep_for(spiked, self._batches.kept), self.step)
             if noted.is_nonfinite:
                 self._origin.find(f"the loss {noted.name!r}", self.step, sampled, loss=loss)
-        if sampled is not None:
-            sampled.gradients_come(noted.scale if owned else 1.0)
 
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
         """An optimizer is about to step: in a sampled step gradients and weights are counted, and NaN looked for."""
@@ -237,8 +233,13 @@ class Watcher:
         if self._steps.optimizers.has(optimizer) and self._looks.stepped(optimizer, self._steps):
             self._losses.lr, began = rate_of(optimizer), self._steps.at.began
             self._flight.ended(self.step, perf_counter() - began, self._losses.numbers(), self._batches.samples)
+            self._tell_held()
             if self._steps.is_alone():
                 self._complete()
+
+    def _tell_held(self) -> None:
+        if model := self._looks.take_held():
+            self.reporter.add(incidents.of_held_evaluation(model, self.step), self.step)
 
     def _step_skipped(self, optimizer: Any) -> None:
         """A GradScaler has left a step out, for gradients that are not finite: the look begins anew with the next."""
