@@ -137,6 +137,8 @@ SPREAD = {
 
 UNITS = "gaff.take gives with gradients what a unit of FSDP2 returns"
 SHARDED = {
+    "test_what_a_forward_copies_or_saves_is_the_parameter_itself": COPIES,
+    "test_steps_that_a_scaler_skipped_are_no_steps": "the session shards it when its optimizer is made",
     "test_what_breaks_off_in_the_middle_gives_the_parameter_back": PARTS,
     "test_edits_of_several_sessions_stand_in_one_upon_the_other": PARTS,
     "test_a_checkpointed_function_is_recomputed_with_what_stood_in": PARTS,
