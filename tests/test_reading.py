@@ -331,3 +331,47 @@ def test_a_parameter_of_functional_call_is_told_and_nothing_is_called_skipped():
     (row,) = got.receipt.rows
     assert (row.fired, row.skipped) == (1, 0)
     assert "or one stood in for it" in row.reason
+
+
+class Adds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.lin(x)
+
+
+@pytest.mark.parametrize("patterns", [("*/add", "1/add#0"), ("1/add#0", "*/add"), ("**/add",)])
+def test_an_op_that_two_patterns_ask_for_counts_once(patterns):
+    model, x = nn.Sequential(Adds(), Adds(), Adds()), torch.randn(2, 4)
+    with gaff.capture(model, *patterns) as got:
+        model(x)
+    truth = [model[0](x), model[1](model[0](x)), model(x)]
+    assert len(got) == len(got.all(patterns[-1] if len(patterns) == 1 else "*/add")) == 3
+    torch.testing.assert_close(got.stack("**/add"), torch.stack(truth))  # though the layers inside run none
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.l(self.l(x))
+
+
+def test_a_call_of_an_op_that_was_asked_for_beside_all_calls_counts_once():
+    model, x = Twice(), torch.randn(2, 4)
+    with gaff.capture(model, "l/linear", "l/linear@1") as got:
+        y = model(x)
+    assert len(got.all("l/linear@1")) == 1
+    torch.testing.assert_close(got["l/linear@1"], y)
+
+
+def test_a_part_of_a_gradient_that_was_asked_for_twice_is_one_key():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 3))
+    with gaff.capture(model, "*:grad_output", "1:grad_output[0]") as got:
+        model(torch.randn(5, 2, 4))[0].sum().backward()
+    assert list(got) == list(dict(got)) == list(dict.fromkeys(got))
+    assert "1:grad_output[0]" in got

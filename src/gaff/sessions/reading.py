@@ -123,11 +123,12 @@ class Reading:
 
     def keys(self) -> list[str]:
         """Addresses of the sites with an event, in the order asked for: as they were written, where they were."""
-        return [
+        told = (
             stream.name or str(stream.site)
             for stream in self.streams.all
             if any(self.index in (None, run.index) for run, _, _ in stream.records)
-        ]
+        )
+        return [*dict.fromkeys(told)]  # a part of a gradient may have been asked for by its own address, too
 
     def one(self, wanted: Wanted) -> Any:
         """The value of the only event. Raises SiteError when there is none, or several.
@@ -189,14 +190,15 @@ class Reading:
         if not isinstance(address, Pattern):
             return [self._exact(wanted, address)]
         self.need_opened(wanted)
-        found = []
+        found, seen = [], set[Any]()
         for site in self.sites(address):
             for stream, rest in self._captured(site):
                 for one in _told_of(stream):
-                    found.append(Group(str(one.site), one.site, list(self._select(one, site.call, rest))))
+                    found.append(Group(str(one.site), one.site, self._new_events(one, site.call, rest, seen)))
         if not found:
             raise SiteError(f"{wanted!r} was captured nowhere: expected one of {', '.join(self._near(str(wanted)))}")
-        return found
+        # of ops those that ran: a pattern is looked for in every module that it fits, and no module runs all ops
+        return [one for one in found if one.events or one.site is None or one.site.op is None] or found
 
     def _exact(self, wanted: Wanted, address: Site | nn.Module | None) -> Group:
         """The events of an exact address, of a module or of a plain tensor's name.
@@ -217,8 +219,20 @@ class Reading:
         found = self._captured(site)
         if not found:
             raise SiteError(f"{name!r} was not captured: expected one of {', '.join(self._near(name)) or 'nothing'}")
+        seen = set[Any]()
         told = [(one, rest) for stream, rest in found for one in _told_of(stream)]
-        return Group(name, site, [event for one, rest in told for event in self._select(one, site.call, rest)])
+        return Group(
+            name, site, [event for one, rest in told for event in self._new_events(one, site.call, rest, seen)]
+        )
+
+    def _new_events(self, stream: ReadSite, call: int | None, rest: Key, seen: set[Any]) -> list[ReadEvent]:
+        """The events of one stream that no other has told that was asked for by another pattern, as ``seen`` says."""
+        place = (
+            replace(stream.site, call=None) if stream.site is not None and stream.site.op is not None else id(stream)
+        )
+        events = [one for one in self._select(stream, call, rest) if (place, rest, one.run, one.call) not in seen]
+        seen.update((place, rest, one.run, one.call) for one in events)
+        return events
 
     def _captured(self, site: Site) -> list[tuple[ReadSite, Key]]:
         """The streams of a site, each with the rest of its key.
