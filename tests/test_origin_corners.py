@@ -543,3 +543,33 @@ def test_the_cause_is_the_one_that_is_there(name):
     step, cause = _powers()[name]
     found = gaff.find_nonfinite(step, model=None)
     assert cause in found.cause, found
+
+
+@pytest.mark.parametrize("way", ["item", "float", "list", "tensor"])
+def test_what_a_program_reads_out_of_a_tensor_keeps_its_origin(way):
+    """A number that an op has spoilt, read out and given to another op: it was put in by no constant on purpose."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(4, 1)
+
+        def forward(self, x):
+            scale = 1 / x.std()
+            read = {"item": scale.item, "float": lambda: float(scale), "tensor": lambda: scale}
+            return self.out(x * (torch.tensor([scale.item()]) if way == "list" else read[way]()))
+
+    model, x = Scaled(), torch.ones(3, 4)
+    report = gaff.find_nonfinite(lambda: model(x).square().mean().backward(), model=model)
+    assert report.site == "/div#0"
+    assert report.cause.startswith("division by zero")
+
+
+def test_a_mask_beside_a_number_that_was_read_out_is_a_mask_still():
+    class Masked(nn.Module):
+        def forward(self, x):
+            top = x.max().item()  # finite
+            return x.masked_fill(x > top / 2, -math.inf).softmax(-1)
+
+    model = Masked()
+    assert not gaff.find_nonfinite(lambda: model(torch.randn(3, 8, requires_grad=True)).sum().backward(), model=model)

@@ -54,12 +54,14 @@ _STATISTICS_AT = {F.batch_norm: 1, F.instance_norm: 1, torch.batch_norm: 3, torc
 class Begun(NamedTuple):
     """An op that has begun. ``came``: what it is given, each tensor with what made it bad.
 
-    ``ranges`` are of those tensors as they were before, None where they can still be read afterwards.
+    ``ranges`` are of those tensors as they were before, None where they can still be read afterwards. ``scalars``: bad
+    tensors of one element by now, with what made them bad: a program may have read one out, as by ``item``.
     """
 
     call: OpCall
     came: list[tuple[Tensor, Made | None]]
     ranges: tuple[Range, ...] | None
+    scalars: Sequence[tuple[Range, Made]] = ()
 
 
 class Now:
@@ -70,6 +72,7 @@ class Now:
 
     def __init__(self) -> None:
         self.inside = [""]  # paths of the modules that run now
+        self.scalars: list[tuple[Range, Made]] = []  # bad tensors of one element by now, with what made them so
         self.modules: dict[str, nn.Module] = {}  # by path
         self.ops = 0  # that have run
         self.latest: Made | None = None  # of the last op
@@ -167,8 +170,9 @@ def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, all
     came = [made for one, made in begun.came if made is not None and not _is_among(one, unread)]
     output = range_of(tensor, "output")
     real = [made for made in came if not (made.is_meant or (output.nan and _is_kept(made)))]
-    if real:
-        return min(real, key=lambda made: made.number)
+    read_out = [made for held, made in begun.scalars if any(_is_as(one, held) for one in _odd_constants(call))]
+    if real or read_out:
+        return min([*real, *read_out], key=lambda made: made.number)
     is_allowed = _is_allowed(call.site, allow)
     is_meant = is_allowed or op in UNINITIALISED or _is_deliberate(call) or is_scaling(call)
     lasting = [made for made in came if made.output.nan]  # a NaN that was put in stays one
@@ -234,9 +238,19 @@ def _is_deliberate(call: OpCall) -> bool:
 
     The order of a norm is no value.
     """
-    return (call.site.op or "") not in _OF_AN_ORDER and any(
-        not math.isfinite(one) for one in _constants([*call.args, *call.kwargs.values()])
-    )
+    return any(True for _ in _odd_constants(call))
+
+
+def _odd_constants(call: OpCall) -> Iterator[float]:
+    """The numbers among the arguments of an op that are NaN or infinite, but for the order of a norm."""
+    if (call.site.op or "") not in _OF_AN_ORDER:
+        yield from (one for one in _constants([*call.args, *call.kwargs.values()]) if not math.isfinite(one))
+
+
+def _is_as(constant: float, output: Range) -> bool:
+    """Whether a number that is not finite is what a tensor of one element held."""
+    held = output.nan if math.isnan(constant) else output.positive_inf if constant > 0 else output.negative_inf
+    return bool(held)
 
 
 def _constants(values: Any) -> Iterator[float]:

@@ -51,7 +51,7 @@ from gaff.inspection.nonfinite.provenance import (
     shown,
     users_place,
 )
-from gaff.inspection.nonfinite.ranges import can_hold, has_nonfinite
+from gaff.inspection.nonfinite.ranges import can_hold, has_nonfinite, range_of
 from gaff.inspection.nonfinite.report import BEFORE, Report
 from gaff.inspection.op_log import Producers
 
@@ -252,7 +252,7 @@ class Examination:
         if is_scaling(call):
             self._trail.note_scale(call)
         self._trail.nodes.follow(given, Ran(Site(call.site.path), users_place(call.place), ()))
-        self._open.append(Begun(call, came, ranges))
+        self._open.append(Begun(call, came, ranges, self._now.scalars))
 
     def _leave(self, call: OpCall, output: Any) -> None:
         """An op returned: mark its outputs with where they became bad, and note that for the backward pass."""
@@ -276,6 +276,8 @@ class Examination:
             if made is not None and (maker := maker_of(tensor)) is not None:
                 ran.bad[maker, tensor.output_nr] = made
             self._marks.put(tensor, made)
+            if made is not None and tensor.numel() == 1 and not made.is_meant:
+                self._now.scalars.append((range_of(tensor, ""), made))
         shapes = ", ".join(shape_text(tensor) for tensor in tensors[:2])
         self._before.append(f"{shown(str(call.site))} -> {shapes}" if shapes else shown(str(call.site)))
         self._now.latest = ran.made
