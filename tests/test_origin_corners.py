@@ -573,3 +573,23 @@ def test_a_mask_beside_a_number_that_was_read_out_is_a_mask_still():
 
     model = Masked()
     assert not gaff.find_nonfinite(lambda: model(torch.randn(3, 8, requires_grad=True)).sum().backward(), model=model)
+
+
+@pytest.mark.parametrize(("op", "below"), [("sqrt", -3.0), ("rsqrt", -3.0), ("acosh", -0.5), ("pow", -3.0)])
+def test_a_where_that_keeps_the_values_of_an_op_outside_of_its_domain_is_told(op, below):
+    weight = nn.Parameter(torch.tensor([below, 4.0]))
+
+    def step():
+        value = weight**0.5 if op == "pow" else getattr(torch, op)(weight)
+        torch.where(weight > 1, value, 0 * weight).sum().backward()
+
+    report = gaff.find_nonfinite(step)
+    assert f"{op} is given numbers down to {below:g}, and is defined from" in report.cause
+    assert "cleans its value, not its derivative" in report.cause
+
+
+def test_a_whole_power_of_negative_numbers_is_defined():
+    weight = nn.Parameter(torch.tensor([-3.0, 0.0]))
+    report = gaff.find_nonfinite(lambda: torch.where(weight < 0, weight**-1, 0 * weight).sum().backward())
+    assert "is defined from" not in report.cause
+    assert "the gradient that came is 0 there" in report.cause

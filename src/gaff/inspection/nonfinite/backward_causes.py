@@ -32,6 +32,9 @@ STEEP = {
     "asin": "the derivative of asin at -1 and 1 is infinite",
     "arcsin": "the derivative of asin at -1 and 1 is infinite",
     "atanh": "the derivative of atanh at -1 and 1 is infinite",
+    "acosh": "the derivative of acosh at 1 is infinite",
+    "arccosh": "the derivative of acosh at 1 is infinite",
+    "log1p": "the derivative of log1p at -1 is infinite",
     "xlogy": "the derivative of xlogy at 0 is infinite",
     "logit": "the derivative of logit at 0 and 1 is infinite",
     "erfinv": "the derivative of erfinv at -1 and 1 is infinite",
@@ -42,15 +45,10 @@ STEEP = {
     "where": "",
     "prod": "",
 }
-_COLLECTIVES = (
-    "Broadcast",
-    "Gather",
-    "Scatter",
-    "Reduce",
-    "AllGather",
-    "AlltoAll",
-    "AllReduce",
-)  # of torch's Functions
+# torch's Functions that bring gradients from other processes
+_COLLECTIVES = ("Broadcast", "Gather", "Scatter", "Reduce", "AllGather", "AlltoAll", "AllReduce")
+# From where on ops are defined: below, their values and derivatives are NaN.
+_LOWEST = {"sqrt": 0.0, "rsqrt": 0.0, "pow": 0.0, "float_power": 0.0, "acosh": 1.0, "arccosh": 1.0}
 _EDGES = {"acos": 1.0, "arccos": 1.0, "asin": 1.0, "arcsin": 1.0, "atanh": 1.0, "erfinv": 1.0, "logit": 1.0}
 
 
@@ -79,6 +77,14 @@ def backward_cause(op: str, node: str, given: Sequence[Range], came: Range, hand
         return (
             f"the derivative of a power by its exponent holds the logarithm of the base, which goes down to "
             f"{given[0].min:.4g}: clamp the base above 0"
+        )
+    is_whole = "pow" in op and zeros > 0  # a whole power of negative numbers is defined, and not below 0 at 0
+    lowest = None if is_whole or not given or given[0].min is None else _LOWEST.get(op.strip("_"))
+    if lowest is not None and handed.nan and (given[0].min or 0.0) < lowest:
+        return (
+            f"{op} is given numbers down to {given[0].min:.4g}, and is defined from {lowest:g} on: below, its "
+            f"derivative is NaN as its value is. torch.where or a mask after {op} cleans its value, not its "
+            f"derivative: change the input of {op} before it"
         )
     if steep and (zeros or _is_at_edge(op.strip("_"), given)):
         where = f" ({zeros} of {sum(one.elements for one in met)} elements are 0)" if zeros else ""
@@ -127,6 +133,8 @@ def _met(op: str, node: str, given: Sequence[Range]) -> Sequence[Range]:
 def _is_at_edge(op: str, given: Sequence[Range]) -> bool:
     """Whether the input reaches the end of where the op is defined."""
     edge, x = _EDGES.get(op), given[0] if given else None
+    if op in ("acosh", "arccosh", "log1p") and x is not None and x.min is not None:
+        return x.min <= (-1.0 if op == "log1p" else 1.0)
     if edge is None or x is None or x.min is None or x.max is None:
         return False
     return x.max >= edge or x.min <= (0.0 if op == "logit" else -edge)
