@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.api import guard
+from gaff.compat import distributed
 from gaff.engine.process.models import RootWatch
 from gaff.engine.process.training_loop import Outer, Told
 from gaff.errors import NonFiniteError, PlanError, SiteError
@@ -177,6 +178,8 @@ def _finished(found: Report, script: _Script, step: int, *, again: bool) -> Repo
     is_update = found.direction == "update" or (found.direction == "before" and found.site.endswith(":param"))
     if not is_update and found.site != STEP and found.direction != "before":
         return found
+    if not again and distributed.has_others():
+        return found  # its processes cannot find each other twice
     if not again:
         hint = "gaff nan --again runs the script once more and looks at every op of that step, its loss included"
         return replace(found, notes=(*found.notes, hint))
