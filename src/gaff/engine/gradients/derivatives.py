@@ -19,6 +19,7 @@ from torch.autograd.graph import Node as GraphNode
 from gaff.compat import autograd
 from gaff.compat.compiler import leave_once_loaded, uncompiled
 from gaff.engine.gradients.reach import NEVER, Edge, Feeding, find_feeding
+from gaff.engine.process.stack_room import passed_over
 from gaff.engine.replacements import Replacements
 
 
@@ -123,6 +124,7 @@ def _begins(outputs: Any) -> None:
 def _run_backward(run: Callable[..., Any]) -> Callable[..., Any]:
     """torch's own call of its engine, which tells of passes before they begin, and looks into differentiable ones."""
 
+    @passed_over
     @wraps(run)
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _OUTERMOST[0] += autograd.backward_task() == -1
