@@ -1404,7 +1404,13 @@ class HeldByItself(torch.autograd.Function):
 HOLDING = ("total", "list", "second", "scaled", "part", "divided", "outputs", "late")
 
 
-@pytest.mark.parametrize("way", [*HOLDING, "item", "latest", "window", "many at once", "epoch", "cycle", "constant"])
+QUIET = ("item", "latest", "window", "many at once", "epoch", "cycle", "constant")
+FEW = ("total", "outputs", "item", "window", "cycle")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in FEW else pytest.mark.slow) for way in (*HOLDING, *QUIET)]
+)
 def test_graphs_of_losses_that_somebody_holds_are_told(tmp_path, way):
     model, x = net(), torch.randn(16, 8)
     y = torch.randint(3, (16,))
