@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.nested import flat_tensors, iter_tensors, map_tensors
-from gaff.compat import distributed, memory
+from gaff.compat import distributed, memory, replicas
 from gaff.engine.process.alone import alone
 from gaff.errors import GaffError
 from gaff.inspection.nonfinite.examination import Examination
@@ -90,7 +90,7 @@ def run_again(
         inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
         with ExitStack() as stack:
             stack.enter_context(untouched(model, inputs, examination.notes))
-            stack.enter_context(distributed.unreplicated_calls(model))
+            stack.enter_context(replicas.unreplicated_calls(model))
             if not distributed.meshes_of(model):  # of which all processes run it again together
                 stack.enter_context(alone())
             replayed(stack, batch)

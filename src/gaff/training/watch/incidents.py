@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.nested import iter_tensors
-from gaff.compat import distributed
+from gaff.compat import distributed, replicas
 from gaff.engine.process.alone import alone
 from gaff.inspection.nonfinite.report import Report
 from gaff.inspection.nonfinite.rerun import Batch, run_again
@@ -256,7 +256,7 @@ def _copy(model: nn.Module) -> nn.Module:
     """
     if distributed.is_sharded(model):
         raise RuntimeError("fully_shard has its weights in parts, and torch copies no such model")
-    copied: nn.Module = distributed.unreplicated(copy.deepcopy(model))
+    copied: nn.Module = replicas.unreplicated(copy.deepcopy(model))
     for module in copied.modules():
         for table in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
             for key, hook in list(table.items()):
