@@ -206,14 +206,15 @@ class Guard(Unopened):
     def _judge(self, sums: list[Tensor], is_bad: bool, has_bad_gradients: Callable[[], bool]) -> None:
         """Alarm where any process has found something that is not finite; each asks the others, in one order."""
         is_bad_anywhere = _in_any_replica(self._replicated, is_bad)
-        report = Report(False)
+        report, is_wrong = Report(False), True  # what raises here stops the others, too
         try:
             if self._search.anywhere(is_bad):
                 has_gradients = self._search.anywhere(has_bad_gradients())  # large ones overflow as well
                 if has_gradients or self._search.anywhere(not are_finite(sums)):
                     report = self._origin(has_gradients=has_gradients)
+            is_wrong = bool(report)
         finally:  # the others wait for what this one finds: infinite values may be meant
-            is_wrong_anywhere = is_bad_anywhere and _in_any_replica(self._replicated, bool(report))
+            is_wrong_anywhere = is_bad_anywhere and _in_any_replica(self._replicated, is_wrong)
         if is_wrong_anywhere and not report:
             report = Report(True, STEP, direction="forward", cause="another process tells where")
         self._tell(report)

@@ -22,9 +22,7 @@ OPERATED = "it ran in an operator such as torch.cond or with a wrapper such as a
 _UNFINISHED: set[int] = set()  # places in traced code at which an edit has begun
 _WRITES: list[Any] = []  # Dynamo's record of writes to objects, before a hook that is being set
 LOOKS = ""  # the turn of a hook that only looks at a gradient
-WHY_UNSEEN: WeakKeyDictionary[Any, str] = (
-    WeakKeyDictionary()
-)  # by module whose values graphs cannot tell: which of these
+WHY_UNSEEN: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by module whose values graphs cannot tell: one of these
 # By this name a node of a graph that sets a hook holds its turn: the version of the tensor, how long the turn of the
 # session is (0: it only looks), and the call, the last one first.
 _TURN = "gaff_turn"
