@@ -33,7 +33,7 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 43_200
+MOST_LINES = 43_300
 MOST_OF_CORE = 15_030
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 

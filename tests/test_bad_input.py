@@ -33,6 +33,7 @@ def test_runs_are_not_counted_from_the_end(captured):
     [
         ({"budget": 2e9}, "budget=2000000000.0: expected a whole number of bytes"),
         ({"last": 1.5}, "last=1.5: expected a whole number of events"),
+        ({"clone": True, "reference": True}, "clone=True copies every tensor, reference=True no parameter"),
         ({"reduce": keep.norm}, r"this was not called: expected \(\), as in keep.norm"),
     ],
 )

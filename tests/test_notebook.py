@@ -16,6 +16,8 @@ import gaff
 from gaff.sessions.thumbnails import thumbnail
 from gaff.training.watch.live_cell import LiveCell
 from gaff.views.notebook import cell, picture, sparkline_image, table_html
+from gaff.views.run_html import run_cell
+from gaff.views.run_text import site_table
 
 EMPTY = {"br", "img", "circle", "polyline"}
 
@@ -245,3 +247,18 @@ def test_a_cell_of_many_calls_holds_the_outer_ones():
 def test_what_is_not_to_be_seen_is_escaped():
     assert "\\u202e" in cell("a\u202eb")
     assert "\x1b" not in cell("\x1b[31m")
+
+
+def test_an_rms_beside_values_that_are_not_finite_is_marked(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    with torch.no_grad():
+        model[0].bias[1] = float("nan")
+    with gaff.watch(model, out=tmp_path / "run") as run:
+        model(torch.ones(5, 4))
+        (model(torch.ones(5, 4)).sum()).backward()
+    record = gaff.load(tmp_path / "run")
+    kept = record.series("0", "rms").values[-1]
+    table = site_table(record, [], plain=True)
+    assert f"{kept:.4g}!" in table and "nan!" in table, table
+    assert table.endswith("! NaN or inf among the values; an rms is that of the finite ones")
+    assert f">{kept:.4g}!<" in run_cell(record) and "an rms is that of the finite ones" in run_cell(record)

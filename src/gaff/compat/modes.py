@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.fx import _symbolic_trace as symbolic
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from gaff.compat import distributed
@@ -48,8 +48,8 @@ def is_recording() -> bool:
 def is_traced() -> bool:
     """Whether what runs on this thread is made into a program: by ``torch.jit.trace``, ``torch.export``, ``make_fx`` or
     ``torch.fx.symbolic_trace``, which calls with proxies."""
-    is_symbolic = symbolic._is_fx_tracing_flag and not torch.compiler.is_compiling()
-    return bool(torch._C._get_tracing_state()) or torch.compiler.is_exporting() or is_recording() or is_symbolic
+    is_exported = bool(torch._C._get_tracing_state()) or torch.compiler.is_exporting()
+    return is_exported or is_recording() or is_fx_symbolic_tracing()
 
 
 def has_function_mode() -> bool:

@@ -100,10 +100,12 @@ def clip(norm: float, per: str = "tensor", dim: int = 0) -> Clip:
     """
     if per not in ("tensor", "row", "unit"):
         raise PlanError(f"per={per!r} is not known: expected 'tensor', 'row' or 'unit'")
-    norm = _need_number(norm, "norm")
+    norm, dim = _need_number(norm, "norm"), _need_whole(dim, "dim")
     if not norm > 0:
         raise PlanError(f"norm={norm!r} is no limit: expected a positive number")
-    return Clip(norm, per, _need_whole(dim, "dim"))
+    if dim != 0 and per != "unit":
+        raise PlanError(f"clip(per={per!r}, dim={dim}): a dim is that of units: expected per='unit'")
+    return Clip(norm, per, dim)
 
 
 def noise(std: float, seed: int = 0) -> Noise:

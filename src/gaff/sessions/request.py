@@ -97,6 +97,8 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("clone", "reference", "graph", "check_finite"):
             need_truth(getattr(self, name), name)
+        if self.clone and self.reference:
+            raise PlanError("clone=True copies every tensor, reference=True no parameter: expected one of the two")
         if self.last is not None and whole_number(self.last, 1) is None:
             raise PlanError(f"last={self.last!r}: expected a whole number of events per site, 1 or more")
         object.__setattr__(self, "last", whole_number(self.last))

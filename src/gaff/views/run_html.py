@@ -8,7 +8,7 @@ from gaff.record.finding import Finding
 from gaff.record.run import Record, norm_of_all, teller_of
 from gaff.record.summary import summary_of
 from gaff.views.notebook import Cell, Shown, cell, colored, safe, sparkline_image, table_html
-from gaff.views.run_text import gradient_of, next_commands, number, series_of
+from gaff.views.run_text import ODD_VALUES, gradient_of, last_rms, next_commands, number, series_of
 
 _SITES = 40  # of the table, before it is cut
 _LEVELS = {"failed": "error", "wrong": "error", "suspicious": "warning", "not enough": "info", "healthy": "fine"}
@@ -80,12 +80,13 @@ def _sites(record: Record) -> Shown:
             series_of(record, gradient_of(name, record.sites), "rms"),
         )
         if len(forward):
-            rows.append((name, number(forward.values[-1]), sparkline_image(forward.values, f"rms of {name}"),
-                         number(backward.values[-1]) if len(backward) else "",
+            rows.append((name, last_rms(record, name), sparkline_image(forward.values, f"rms of {name}"),
+                         last_rms(record, gradient_of(name, record.sites)),
                          sparkline_image(backward.values, f"rms of the gradient at {name}")))  # fmt: skip
     if not rows:
         return Shown("")
     head = ("site", "rms", "over time", "gradient rms", "over time ")
+    odd = f'<p class="q">{ODD_VALUES}</p>' if any("!" in row[1] + row[3] for row in rows) else ""
     more = f'<p class="q">{len(names) - _SITES} more sites: .page() shows all</p>' if len(names) > _SITES else ""
     return Shown(f"<details><summary>{len(names)} modules</summary>"
-                 f"{table_html(head, rows, right=('rms', 'gradient rms'))}{more}</details>")  # fmt: skip
+                 f"{table_html(head, rows, right=('rms', 'gradient rms'))}{odd}{more}</details>")  # fmt: skip

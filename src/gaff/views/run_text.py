@@ -23,6 +23,7 @@ from gaff.views.trials_text import trials_table
 _BARS = "▁▂▃▄▅▆▇█"
 _LETTERS = "_.-=+*#@"  # where only ASCII may be printed
 _WIDTH = 100
+ODD_VALUES = "! NaN or inf among the values; an rms is that of the finite ones"  # below a table that has one
 _SITES = 24  # of the tree, before it is cut
 
 
@@ -198,6 +199,7 @@ def site_table(
 
     Modules are in the order in which they were first called. Where there are more than ``most``, those with findings
     stay, then as many of the first and of the last as there is room for. Empty text where no module has numbers.
+    A line below says what ``!`` means where the table has one.
     """
     flags: dict[str, list[str]] = {}
     for finding in findings:
@@ -210,9 +212,10 @@ def site_table(
         forward = record.series(name, "rms", rank=record.ranks[0])
         if not len(forward):
             continue
-        backward = series_of(record, gradient_of(name, record.sites), "rms")
+        gradient = gradient_of(name, record.sites)
+        backward = series_of(record, gradient, "rms")
         wrong = flags.get(name, []) or flags.get(name.partition(".")[2], [])
-        rows.append((name, _last(forward), sparkline(forward.values, plain=plain), _last(backward),
+        rows.append((name, last_rms(record, name), sparkline(forward.values, plain=plain), last_rms(record, gradient),
                      sparkline(backward.values, plain=plain), ", ".join(dict.fromkeys(wrong))))  # fmt: skip
     if not rows:
         return ""
@@ -225,6 +228,8 @@ def site_table(
         rows = [row for row in rows if id(row) in kept]
     head = ("site", "rms", "over time", "gradient rms", "over time ", "findings")
     text = table(head, rows, width=width, right=("rms", "gradient rms"), first_to_go=("over time ", "over time"))
+    if any("!" in cell for row in rows for cell in row):
+        text += f"\n{ODD_VALUES}"
     return text + (f"\n... {cut} more sites; gaff report --all shows them" if cut > 0 else "")
 
 
@@ -292,8 +297,13 @@ def _shown(value: Any) -> str:
     return number(value) if isinstance(value, float) else str(value)
 
 
-def _last(series: Series) -> str:
-    return number(series.values[-1]) if len(series) else ""
+def last_rms(record: Record, site: str | None) -> str:
+    """The rms of a site's finite elements at the last look, with ``!`` where others were NaN or infinite; may be empty."""
+    series = series_of(record, site, "rms")
+    if not len(series):
+        return ""
+    is_odd = series_of(record, site, "nonfinite").values[-1] > 0
+    return number(series.values[-1]) + ("!" if is_odd else "")
 
 
 def series_of(record: Record, site: str | None, stat: str) -> Series:
