@@ -86,7 +86,7 @@ def _sites(record: Record) -> Shown:
     if not rows:
         return Shown("")
     head = ("site", "rms", "over time", "gradient rms", "over time ")
-    odd = f'<p class="q">{ODD_VALUES}</p>' if any("!" in row[1] + row[3] for row in rows) else ""
+    odd = f'<p class="q">{ODD_VALUES}</p>' if any("!" in str(cell) for row in rows for cell in (row[1], row[3])) else ""
     more = f'<p class="q">{len(names) - _SITES} more sites: .page() shows all</p>' if len(names) > _SITES else ""
     return Shown(f"<details><summary>{len(names)} modules</summary>"
                  f"{table_html(head, rows, right=('rms', 'gradient rms'))}{odd}{more}</details>")  # fmt: skip
