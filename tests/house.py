@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 43_300
-MOST_OF_CORE = 15_030
+MOST_LINES = 43_400
+MOST_OF_CORE = 15_100
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

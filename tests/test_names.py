@@ -612,3 +612,55 @@ def test_a_reference_of_runs_of_several_lengths_says_so():
         gaff.edit(model, {"names:mlp.out.0": gaff.edits.ablate("mean", got)}),
     ):
         model(torch.ones(1, 7, dtype=torch.long))
+
+
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 37,
+          "vocab_size": 99, "max_position_embeddings": 64}  # fmt: skip
+
+
+def test_weights_over_landmarks_are_no_pattern():
+    config = transformers.NystromformerConfig(**_SMALL, segment_means_seq_len=8, num_landmarks=4)
+    model = transformers.NystromformerModel(config).eval()
+    named = gaff.sites(model, torch.arange(8)[None], names=True)
+    assert "attn.v.0" in named
+    assert "attn.pattern.0 has a column for each position of attn.v.0" in named.refused["attn.pattern.0"]
+
+
+def test_a_layer_that_asserts_what_its_model_does_around_it_fails_its_identity_alone():
+    model = transformers.IBertModel(transformers.IBertConfig(**_SMALL, pad_token_id=0, quant_mode=True)).eval()
+    named = gaff.sites(model, torch.arange(1, 8)[None], names=True)
+    assert "AssertionError" in " ".join(named.refused.values())
+
+
+def test_stacks_of_which_one_path_is_shorter_are_told_apart():
+    config = transformers.FunnelConfig(block_sizes=[1, 1], num_decoder_layers=1, d_model=32, n_head=4, d_head=8,
+                                       d_inner=37, vocab_size=99)  # fmt: skip
+    model = transformers.FunnelModel(config).eval()
+    names = list(gaff.sites(model, names=True))
+    assert names
+    assert not [name for name in names if name.startswith(".")]
+    with gaff.capture(model, f"names:{names[0]}") as got:
+        model(torch.arange(8)[None])
+    assert got.receipt.rows[0].fired
+
+
+def test_an_output_whose_keys_were_set_in_another_order_than_its_fields_is_captured_and_edited():
+    class Head(nn.Module):
+        def forward(self, x):
+            made = transformers.modeling_outputs.CausalLMOutput(logits=x * 2, hidden_states=(x,))
+            made["loss"] = made["logits"].square().mean()
+            made.attentions = (x + 1,)
+            return made
+
+    model, x = nn.ModuleDict({"head": Head()}), torch.ones(2, 3)
+    model.forward = lambda x: (lambda out: (list(out), out["logits"], out.loss))(model["head"](x))
+    with gaff.capture(model, "head") as got:
+        keys, _, loss = model(x)
+    assert keys == list(got["head"]) == ["logits", "hidden_states", "loss", "attentions"]
+    assert torch.equal(got["head"].logits, x * 2)
+    assert torch.equal(got["head"].loss, loss)
+    with gaff.edit(model, {"head:output[logits]": gaff.edits.zero()}):
+        edited, logits, loss = model(x)
+    assert edited == keys
+    assert not logits.any()
+    assert loss == 4

@@ -253,7 +253,7 @@ def test_an_rms_beside_values_that_are_not_finite_is_marked(tmp_path):
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     with torch.no_grad():
         model[0].bias[1] = float("nan")
-    with gaff.watch(model, out=tmp_path / "run") as run:
+    with gaff.watch(model, out=tmp_path / "run"):
         model(torch.ones(5, 4))
         (model(torch.ones(5, 4)).sum()).backward()
     record = gaff.load(tmp_path / "run")
@@ -262,6 +262,6 @@ def test_an_rms_beside_values_that_are_not_finite_is_marked(tmp_path):
     assert f"{kept:.4g}!" in table, table
     assert "nan!" in table, table
     assert table.endswith("! NaN or inf among the values; an rms is that of the finite ones")
-    cell = run_cell(record)
-    assert f">{kept:.4g}!<" in cell
-    assert "an rms is that of the finite ones" in cell
+    shown = run_cell(record)
+    assert f">{kept:.4g}!<" in shown
+    assert "an rms is that of the finite ones" in shown

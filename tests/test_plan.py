@@ -150,6 +150,34 @@ class Returns:
     def maybe_one(self, x) -> torch.Tensor | tuple[torch.Tensor, int]:
         return x.new_ones(2).unbind()
 
+    def named(self, x):
+        outputs = (x,)
+        if x.sum() > 0:
+            outputs += (x,)
+        return outputs
+
+    def joined(self, x):
+        outputs = self.inner(x)
+        outputs = (x,) + outputs[1:]  # noqa: RUF005
+        return outputs if x.sum() > 0 else (x,)
+
+    def reused(self, x):
+        out = (x, x)
+        out = out[0]
+        return out
+
+    def taken_apart(self, x):
+        out = (x, x)
+        for out in out:  # noqa: B020
+            x = out
+        return out
+
+    def inside(self, x):
+        def pair():
+            return x, x
+
+        return pair()[0]
+
     def elsewhere(self, x):
         pair = x, x
         return pair[0]
@@ -159,7 +187,7 @@ class Returns:
 def test_a_tuple_is_known_by_the_code_of_a_forward_and_by_unions(name):
     kind = type("Own", (nn.Module,), {"forward": vars(Returns)[name]})
     model = nn.Sequential(kind())
-    if name in ("bare", "either", "decorated", "told"):
+    if name in ("bare", "either", "decorated", "told", "named", "joined"):
         with pytest.raises(gaff.PlanError, match="0: Own returns a tuple, which a tensor cannot stand in for"):
             gaff.edit(model, {"0": gaff.edits.skip()})
     else:

@@ -221,7 +221,7 @@ def _prefixes(paths: list[str]) -> dict[str, str]:
         return dict.fromkeys(paths, "")
     for depth in range(max(len(path.split(".")) for path in paths)):
         parts = {path: (path.split(".") + [""] * 9)[depth] for path in paths}
-        if len(set(parts.values())) == len(paths):
+        if len(set(parts.values())) == len(paths) and all(parts.values()):
             return {path: f"{part}." for path, part in parts.items()}
     return {path: f"stack{at}." for at, path in enumerate(paths)}
 

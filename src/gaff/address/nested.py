@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -410,7 +410,7 @@ def _container(value: Any, parts: list[Any]) -> Any:
     elif isinstance(value, list):
         new = _refilled(copy.copy(value), parts)
     elif isinstance(value, Mapping):
-        new = _copied(value)
+        new = _in_order_of(value, _copied(value))
         for key, part in zip(value, parts, strict=True):
             if getattr(value, "__dict__", {}).get(key, _MISSING) is value[key]:  # read as an attribute, too
                 vars(new)[key] = part
@@ -441,6 +441,18 @@ def _copied(value: Any) -> Any:
     held = {id(item) for store in stores for item in (store.values() if isinstance(store, dict) else store)}
     if any(id(item) not in held for item in value.values()):
         raise TypeError(f"a {type(value).__name__} cannot be copied: its items lie out of reach")
+    return new
+
+
+def _in_order_of(value: Any, new: Any) -> Any:
+    """The copy ``new`` of a mapping, with its keys in the order of ``value``: transformers' outputs are copied in the
+    order of their fields, whenever a key was set."""
+    if isinstance(value, dict) and list(new) != list(value) and set(new) == set(value):
+        for key in value:
+            if isinstance(new, OrderedDict):
+                OrderedDict.move_to_end(new, key)
+            else:
+                dict.__setitem__(new, key, dict.pop(new, key))
     return new
 
 

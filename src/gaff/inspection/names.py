@@ -266,6 +266,10 @@ def _judge(
 _ASKED = ("resid_mid", "resid_post", "resid_cross", "attn.out", "mlp.out", "cross.out", "main", "shortcut")
 
 
+# What a layer may raise that is called by itself, without what its model does around it.
+_OF_A_LAYER = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, GaffError)
+
+
 def _difference(identity: Identity) -> str | None:
     """What keeps an identity from holding; empty where it does, None where it cannot tell.
 
@@ -284,7 +288,7 @@ def _difference(identity: Identity) -> str | None:
         if left.shape != right.shape:
             return f"shapes {list(left.shape)} and {list(right.shape)}"
         weaker = identity.weaker().double().reshape(left.shape) if identity.weaker is not None else None
-    except (RuntimeError, TypeError, ValueError, AttributeError, GaffError) as error:  # of a module called by itself
+    except _OF_A_LAYER as error:
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     added = 2 * (right - weaker).abs() if weaker is not None else right.abs()
     if weaker is not None and not bool((added > 64 * eps * right.abs()).any()):
@@ -425,8 +429,12 @@ def _of_parts(block: Block, number: int, passed: NamedValues) -> Iterator[Identi
         if have(mixed) and (counts := _positions(values[pattern], _flat(values[mixed])))[0] != counts[1]:
             yield Identity((pattern,), f"{pattern} has a row for each position of {mixed}", counts.select(0, 0).clone,
                            counts.select(0, 1).clone)  # fmt: skip
-    is_whole = have(pattern, value) and _flat(values[value]).shape[1] == values[pattern].shape[-1]  # no keys of a cache
-    if have(mixed) and is_whole:
+    keys = values[pattern].shape[-1] if have(pattern) else 0
+    known = _flat(values[value]).shape[1] if have(value) else 0
+    if have(pattern, value) and keys < known:
+        yield Identity((pattern,), f"{pattern} has a column for each position of {value}", lambda: values[pattern],
+                       lambda: values[pattern].repeat(1, 1, 1, known))  # fmt: skip
+    if have(pattern, mixed, value) and keys == known:  # there are more keys than values where a cache holds some
         yield Identity((pattern, mixed), f"{mixed} = {pattern} @ {value}", lambda: _flat(values[mixed]),
                        lambda: _mixed(values[pattern], values[value], _flat(values[mixed]).shape[-1]))  # fmt: skip
     before_mlp = "ln1" if block.order == "parallel" else "resid_mid"

@@ -6,13 +6,11 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from numbers import Real
 from types import TracebackType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -33,6 +31,7 @@ from gaff.sessions.capture import names_by_site, raise_if_silent
 from gaff.sessions.edited_site import EditedSite, Family
 from gaff.sessions.plan import Plan
 from gaff.sessions.receipt import CHANGING, Receipt, rows_of
+from gaff.sessions.returns import makes_tuples
 from gaff.sessions.same_run import SameRun
 from gaff.sessions.unopened import Unopened
 
@@ -347,19 +346,11 @@ def _need_no_tuple(module: nn.Module, site: Site) -> None:
     except (NameError, TypeError, AttributeError, SyntaxError):  # names that are not there at run time
         told = None
     kinds = {get_origin(one) or one for one in (get_args(told) if get_origin(told) in (Union, UnionType) else [told])}
-    if isinstance(module, nn.RNNBase) or kinds - {type(None)} == {tuple} or _makes_tuples(forward):
+    if isinstance(module, nn.RNNBase) or kinds - {type(None)} == {tuple} or makes_tuples(forward):
         raise PlanError(
             f"{site}: {type(module).__name__} returns a tuple, which a tensor cannot stand in for: expected a function "
             "of the module's arguments, such as edits.skip(lambda x, *args, **kwargs: (x, None))"
         )
-
-
-def _makes_tuples(function: Any) -> bool:
-    """Whether each ``return`` of a function makes a tuple, as in ``return hidden, weights``."""
-    code = getattr(function, "__code__", None)
-    made = [one.opname for one in dis.get_instructions(code)] if code is not None else []
-    before = [one for one, following in pairwise(made) if following == "RETURN_VALUE"]
-    return bool(before) and all(one == "BUILD_TUPLE" for one in before)
 
 
 def _need_no_cache(run: Any) -> None:

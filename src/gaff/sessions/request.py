@@ -107,18 +107,21 @@ class Options:
         if self.evict not in _EVICT:
             raise PlanError(f"evict={self.evict!r} is not known: expected one of {', '.join(map(repr, _EVICT))}")
         if self.to is not None:
-            try:
-                kind = torch.device(self.to).type
-            except (RuntimeError, TypeError) as error:
-                raise PlanError(f"to={self.to!r} is no device: {str(error).splitlines()[0]}") from None
-            if kind in ("cuda", "mps", "xpu") and not torch.get_device_module(kind).is_available():
-                raise PlanError(
-                    f"to={self.to!r}: torch finds no such device here: expected 'cpu', or one that is there"
-                )
+            _need_device(self.to)
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise PlanError(f"dtype={self.dtype!r} is no floating type: expected one, such as torch.float16")
         if self.reduce is not None and not callable(self.reduce):
             raise PlanError(f"reduce={self.reduce!r} cannot be called: expected gaff.keep.rows(0) or a function")
+
+
+def _need_device(name: Any) -> None:
+    """Raises PlanError for what is no device, and for one that is not here."""
+    try:
+        kind = torch.device(name).type
+    except (RuntimeError, TypeError) as error:
+        raise PlanError(f"to={name!r} is no device: {str(error).splitlines()[0]}") from None
+    if kind in ("cuda", "mps", "xpu") and not torch.get_device_module(kind).is_available():
+        raise PlanError(f"to={name!r}: torch finds no such device here: expected 'cpu', or one that is there")
 
 
 _OF_CAPTURES = [name for name in Options.__dataclass_fields__ if name != "check_finite"]

@@ -298,7 +298,7 @@ def _shown(value: Any) -> str:
 
 
 def last_rms(record: Record, site: str | None) -> str:
-    """The rms of a site's finite elements at the last look, with ``!`` where others were NaN or infinite; may be empty."""
+    """The rms of a site's finite elements at the last look, with ``!`` where others were not finite; may be empty."""
     series = series_of(record, site, "rms")
     if not len(series):
         return ""
