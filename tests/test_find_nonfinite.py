@@ -18,6 +18,8 @@ from tests.faults import FAULTS
 @pytest.mark.filterwarnings("ignore:std")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found_where_it_is(fault):
+    if fault.name == "running variance of zero" and torch.__version__.startswith("2.10"):
+        pytest.skip("torch 2.10 itself refuses eps=0")
     model, step = fault.build()
     report = gaff.find_nonfinite(step, model=model)
     assert report, report

@@ -69,6 +69,7 @@ def test_trace(program, how):
     assert all(row.output for row in trace.rows)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.10"), reason="torch 2.10 counts no flops of flex_attention")
 @torch.no_grad()
 def test_flops_of_functions_in_an_operator_and_of_what_has_no_shape():
     model, x = Flexible(), torch.randn(2, 2, 8, 4)
