@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gaff.engine.process.functions import calling_module
+from gaff.record.finding import Finding
 from gaff.training.watch import step_facts
 from gaff.training.watch.evaluation_calls import EvaluationCalls
+from gaff.training.watch.incidents import of_held_evaluation
 from gaff.training.watch.kept_graphs import EvaluationGraphs
 from gaff.training.watch.model_calls import ModelCalls
 from gaff.training.watch.models import Model, Models
@@ -192,11 +194,12 @@ class Looks:
             self.sampled.gradients_come(scale_of(outputs))
         self._graphs.pass_begins(outputs)
 
-    def take_held(self) -> str:
-        """The model of an evaluation whose graphs were held for nothing, once a step is over or all is; else empty."""
+    def tell_held(self, add: Callable[[Finding, int], None], step: int) -> None:
+        """Add what is to be told of an evaluation whose graphs were held for nothing, once a step is over or all is."""
         found = self._graphs.take() if self._graphs.is_pending else ""
         self._passes.switch(is_on=self.sampled is not None)
-        return found
+        if found:
+            add(of_held_evaluation(found, step), step)
 
     def evaluation_begins(
         self, step: int, model: Model, module: nn.Module, given: tuple[Any, Any], distance: int

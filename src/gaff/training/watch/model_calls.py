@@ -186,7 +186,7 @@ class ModelCalls:
 
         A known model's call has been noted by ``_called`` before this hook runs, so that ``_inside`` is not None then.
         """
-        if not self._shield.is_open or not self._shield.is_mine():
+        if not self._shield.is_open or not self._shield.is_of_mine(module, inside=self._inside):
             return
         room = stack_room.widen(FRAMES)
         self._forget_raised(is_hook=True)
@@ -275,11 +275,11 @@ class ModelCalls:
         shield = self._shield
         if self._inside is not None or not shield.is_open or autograd.backward_task() != -1:  # the last: recomputed
             return call(module, *args, **kwargs)
-        if type(module) in self._expected and module not in self._known and shield.is_mine():
+        if type(module) in self._expected and module not in self._known and shield.is_of_mine(module):
             self._hooks.switch_off()
             shield.run(self._discover, module, None)
         model = self._known.get(module)
-        if model is None or not shield.is_mine():
+        if model is None or not shield.is_of_mine(module):
             return call(module, *args, **kwargs)
         self._inside = module
         self.passing.left = 0
@@ -290,6 +290,6 @@ class ModelCalls:
             output = call(module, *args, **kwargs)
             return output
         finally:
-            self._inside = None
+            self._inside = None if shield.is_mine() else self._inside  # another thread may have come to train meanwhile
             shield.run(self._told.ends, model, module, output)
             stack_room.settle()

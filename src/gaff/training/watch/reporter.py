@@ -171,6 +171,7 @@ class Reporter:
         """Give up in a forked child: touch nothing that the parent writes to, and tell nothing."""
         self._worker.abandon()
         self._recorder.close()
+        self._flight.close()
         self._settings = replace(self._settings, tell=None)
 
     def fail(self, error: Exception, step: int) -> None:

@@ -9,20 +9,21 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import nn
 
-from gaff.compat import modes
+from gaff.compat import autograd, modes
 from gaff.compat.signals import is_of_handler
 from gaff.engine.process import stack_room
-from gaff.engine.process.calls import OWN_THREADS
+from gaff.training.watch.training_thread import TrainingThread
 
 FRAMES = 500  # more than anything behind the wall needs
 
 
 class Shield:
-    """Calls what is told by the program, as long as it is open and on the thread that trains.
+    """Calls what is told by the program, as long as it is open and on the thread that trains (``TrainingThread``).
 
-    That is the first thread from which anything was told. A failure closes the shield, and is handed to ``failed``,
-    once: from then on nothing of gaff's does anything.
+    A failure closes the shield, and is handed to ``failed``, once: from then on nothing of gaff's does anything.
+    ``moved`` is called on a thread that has become the one that trains: what was seen of another is not of its step.
 
     Behind it the program sees nothing: not by modes and subclasses of its own, which torch would tell of every
     operation, nor by its recursion limit, against which frames of gaff's would count.
@@ -30,29 +31,55 @@ class Shield:
     All that gaff does on the program's threads goes through here, so that it is measured here: ``take_spent``.
     """
 
-    def __init__(self, failed: Callable[[Exception], None]) -> None:
+    def __init__(self, failed: Callable[[Exception], None], moved: Callable[[], None]) -> None:
         self.is_open = False
+        self.thread = TrainingThread()
         self.is_quiet = threading.RLock()  # held while something is done: who closes it waits for that
         self._failed = failed
-        self._thread = 0
+        self._moved = moved
         self._spent_s = 0.0  # less the time at which the call in progress began
         self._depth = 0  # 1 inside such a call
         self._elsewhere_s = 0.0  # on threads of autograd's own
 
     def is_mine(self) -> bool:
-        """Whether this is the thread that trains: the first one that has ever asked.
+        """Whether this is the thread that trains.
 
         While ``torch.jit.trace`` writes down what runs, nobody trains: what we compute would be part of it. Nor while
         gaff itself calls a model, as for a trace of it.
         """
-        here = threading.get_ident()
-        self._thread = self._thread or here
-        return self._thread == here and here not in OWN_THREADS and torch._C._get_tracing_state() is None
+        return self.thread.is_this() and torch._C._get_tracing_state() is None
+
+    def is_of_mine(self, module: nn.Module, inside: nn.Module | None = None) -> bool:
+        """As ``is_mine``, of a module that is about to run: where it trains, and is ``inside`` no other, its thread may
+        become the one that trains."""
+        if self.is_mine():
+            return True
+        is_training = inside is None and module.training and torch.is_grad_enabled()
+        return is_training and autograd.backward_task() == -1 and self._comes_here(is_step=False)
+
+    def _comes_here(self, *, is_step: bool) -> bool:
+        """Whether this thread, on which a model or an optimizer is about to train, becomes the one that trains."""
+        if not self.is_open or torch._C._get_tracing_state() is not None or not self.thread.moves_here(is_step=is_step):
+            return False
+        self.run(self._moved)
+        return True
 
     def run(self, action: Callable[..., Any], *arguments: Any) -> None:
         """Call ``action``, if the shield is open and this is the thread that trains; no error of it gets out."""
         if self.is_open and self.is_mine():
             self._act(action, arguments, is_mine=True)
+
+    def run_beside(self, action: Callable[..., Any], *arguments: Any) -> None:
+        """As ``run``, for what does not train, such as saving: also before it is known which thread trains."""
+        if self.is_open and self.thread.may_be_this():
+            self._act(action, arguments, is_mine=True)
+
+    def run_step(self, counts: Callable[[Any], bool], action: Callable[..., Any], optimizer: Any, *more: Any) -> None:
+        """As ``run``, for an optimizer that is about to step: if its steps count, its thread may become the one that
+        trains."""
+        if self.is_open and not self.is_mine():
+            self._act(lambda: counts(optimizer) and self._comes_here(is_step=True), (), is_mine=False)
+        self.run(action, optimizer, *more)
 
     def run_on_any_thread(self, action: Callable[..., Any], *arguments: Any) -> None:
         """Call ``action``, if the shield is open: for gradients, which autograd may bring on a thread of its own."""

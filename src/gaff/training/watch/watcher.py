@@ -56,26 +56,21 @@ class Watcher:
     ) -> None:
         self.step = 0  # steps of the run that are complete
         self.pace = Pace(settings.budget, settings.every)
-        self.shield = Shield(self._failed)
+        self.shield = Shield(self._failed, self._moved)
         self._models = Models(settings.only, settings.skip, is_given=models is not None)
         self._flight = FlightRecorder(settings.out, keeps_batches=settings.keep_batch)
         self._alone, self._batches = Alone(), StepBatches()
-        told = CallsTold(lambda model: self.reporter.model(model, self.step), self._run_begins, self._run_ends,
-                         self._run_ends_late, lambda *given: self._looks.left(*given))  # fmt: skip
-        self._calls = ModelCalls(self._models, told, self.shield)
+        self._calls = ModelCalls(self._models, _calls_told(self), self.shield)
         setup = SetupFacts(self._models, self.shield, lambda *given: self._looks.attended(*given))
-        self._losses = losses = Losses(self.pace.want)
+        self._losses = Losses(self.pace.want)
         self.reporter = reporter = Reporter(settings, self._flight, lambda: self.steps_made)
         self._looks = Looks(self._models, self._calls, setup, self.shield, lambda one: reporter.look(one, {}, {}),
-                            reporter.tell, scale_of=losses.scale_of)  # fmt: skip
+                            reporter.tell, scale_of=self._losses.scale_of)  # fmt: skip
         self._steps = OptimizerSteps(optimizers, self._models, is_any=models is None)
         for name, model in (models or {}).items():
             self._models.select(model)
             self._calls.know(self._models.add(name, model), model)
-        loop: Any = (self._backward_begins, self._step_begins, self._step_ended, self._step_skipped, losses.note_scale,
-                     self._looks.compiled, self._steps.clipped(losses.clipped), setup.iterated, self.reporter.saved,
-                     lambda: self._steps.backward_ended(losses.latest, losses.factor_on()), setup.loaded)  # fmt: skip
-        self._outer = Outer(Told(*map(self.shield.around, loop)))
+        self._outer = Outer(_told(self, self._steps, setup))
         self._origin = Origin(self._calls, self._batches, self._flight, self.reporter)
         self._exit = partial(_close, weakref.ref(self))
 
@@ -93,10 +88,8 @@ class Watcher:
         self.shield.note(perf_counter() - began)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Take everything away and finish the record; a look at a step that has not ended is left out.
-
-        Another thread may be training still: what it does for the record at this moment is waited for.
-        """
+        """Take everything away and finish the record; a look at a step that has not ended is left out. What another
+        thread, which may be training still, does for the record at this moment is waited for."""
         atexit.unregister(self._exit)
         with self.shield.is_quiet:
             if self.shield.is_open:
@@ -110,16 +103,15 @@ class Watcher:
         if not has_steps and error is None:
             self.shield.run(self._end_look)  # all that there will ever be
         self._looks.end()
-        self._tell_held()
+        self._looks.tell_held(self.reporter.add, self.step)
         if error is not None and not isinstance(error, SystemExit):
             self._flight.keep(self.step, "exception", self._batches.kept)
         self._pulse(0.0)
         self._stop()
         self._outer.close()
-        notes = _notes(self._looks, self._calls, self._models, self._losses.partial, has_steps=has_steps)
         made = {"steps": self.steps_made, "backwards": self._losses.count, "others": self._steps.optimizers.others}
         self.reporter.tell("made", self.step, **made, has_modules=self._models.has_wanted)
-        self.reporter.close(self.step, self.pace, (*notes, *self._flight.notes), error)
+        self.reporter.close(self.step, self.pace, _notes(self, self._models, has_steps=has_steps), error)
         self._flight.close()
 
     @property
@@ -136,9 +128,14 @@ class Watcher:
         """Stop watching in a forked child (a DataLoader's worker), and leave the record to the parent."""
         if self.shield.is_open:
             self.reporter.abandon()
-            self._flight.close()
             self._stop()
             self._outer.close()
+
+    def _moved(self) -> None:
+        """Another thread trains than the one that was seen before: what that did in the step at hand is left out."""
+        self._complete()
+        self._losses.forget()
+        self._begin_anew()
 
     def _failed(self, error: Exception) -> None:
         self._stop()
@@ -202,6 +199,7 @@ class Watcher:
         owned = [(at, loss, self._batches.whose(self._models, loss)) for at, loss in _scalars(losses)]
         if owned and all(whose is None for *_, whose in owned):
             return
+        self.shield.thread.trains()
         self._enter(LoopEvent.BACKWARD_BEGINS)
         self._alone.backward_begins()
         sampled = self._looks.backward_begins()
@@ -219,6 +217,7 @@ class Watcher:
         self._calls.left_model()
         if self._steps.optimizers.leaves_out(optimizer):
             return
+        self.shield.thread.trains()
         if self._steps.has_stepped(optimizer):
             self._complete()
         self._enter(LoopEvent.CLOSURE_BEGINS if has_closure else LoopEvent.STEP_BEGINS)
@@ -233,13 +232,9 @@ class Watcher:
         if self._steps.optimizers.has(optimizer) and self._looks.stepped(optimizer, self._steps):
             self._losses.lr, began = rate_of(optimizer), self._steps.at.began
             self._flight.ended(self.step, perf_counter() - began, self._losses.numbers(), self._batches.samples)
-            self._tell_held()
+            self._looks.tell_held(self.reporter.add, self.step)
             if self._steps.is_alone():
                 self._complete()
-
-    def _tell_held(self) -> None:
-        if model := self._looks.take_held():
-            self.reporter.add(incidents.of_held_evaluation(model, self.step), self.step)
 
     def _step_skipped(self, optimizer: Any) -> None:
         """A GradScaler has left a step out, for gradients that are not finite: the look begins anew with the next."""
@@ -251,6 +246,10 @@ class Watcher:
         if self._steps.in_a_row == _STUCK:
             self.reporter.add(incidents.of_stuck_scaler(self.step, self._losses.scale, _STUCK), self.step)
             self._origin.find("a gradient", self.step, self._looks.sampled, steep=self._losses.steep)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._calls.left_model()
         self._batches.clear()
         if self._looks.sampled is not None:
             self._looks.drop()
@@ -300,28 +299,61 @@ class Watcher:
         return sampled
 
 
+def _calls_told(watcher: Watcher) -> CallsTold:
+    """What of the watcher to call as models run."""
+
+    def found(model: Model) -> None:
+        watcher.reporter.model(model, watcher.step)
+
+    def left(*given: Any) -> None:
+        watcher._looks.left(*given)
+
+    return CallsTold(found, watcher._run_begins, watcher._run_ends, watcher._run_ends_late, left)
+
+
+def _told(watcher: Watcher, steps: OptimizerSteps, setup: SetupFacts) -> Told:
+    """What of the watcher to call as the training goes on, each behind its shield."""
+    shield, losses, looks = watcher.shield, watcher._losses, watcher._looks
+    on, beside = shield.around, partial(partial, shield.run_beside)
+
+    def ended() -> None:
+        steps.backward_ended(losses.latest, losses.factor_on())
+
+    return Told(
+        backward_begins=on(watcher._backward_begins),
+        step_begins=partial(shield.run_step, steps.optimizers.has, watcher._step_begins),
+        step_ended=on(watcher._step_ended),
+        step_skipped=on(watcher._step_skipped),
+        loss_scaled=on(losses.note_scale),
+        compiled=on(looks.compiled),
+        clipped=on(steps.clipped(losses.clipped)),
+        iterated=beside(setup.iterated),
+        saved=beside(watcher.reporter.saved),
+        backward_ended=on(ended),
+        loaded=beside(setup.loaded),
+    )
+
+
 _UNTOLD = "the loss {!r} is a sum over processes that is still due (Partial): nobody has its value, and no rule asks it"
 
 
-def _notes(
-    looks: Looks, calls: ModelCalls, models: Models, partial_losses: Iterable[str], *, has_steps: bool
-) -> list[str]:
+def _notes(watcher: Watcher, models: Models, *, has_steps: bool) -> list[str]:
     """What was not looked at, and why, as lines for the end of the record; asked once, when the run is over.
 
     A reader must be able to tell a layer without numbers that was healthy from one that nobody could see.
     """
-    told = [*models.missed.lines(), *map(_UNTOLD.format, partial_losses)]
-    if looks.is_endless:
+    told = [*models.missed.lines(), *map(_UNTOLD.format, watcher._losses.partial), *watcher.shield.thread.notes()]
+    if watcher._looks.is_endless:
         told.append("no optimizer's step came for long: the first runs were looked at, then no more")
     elif not has_steps:
         told.append("no optimizer that is watched made a step: all runs count as one step, and its loss is their mean")
     is_unseen = compiler.has_compiled() and not any(model.has_run for model in models.all)
-    if calls.has_compiled_function or (is_unseen and models.all and has_steps):
+    if watcher._calls.has_compiled_function or (is_unseen and models.all and has_steps):
         told.append("a function was compiled: modules were not looked at, only parameters, gradients and losses")
     for model in models.all:
         if model.is_compiled and not compiler.traces_gradient_hooks():
             told.append(f"{model.name} is compiled: inside it only parameters and their gradients were looked at")
-    return told
+    return [*told, *watcher._flight.notes]
 
 
 def _scalars(losses: Any) -> list[tuple[int, Tensor]]:
