@@ -250,3 +250,31 @@ def test_where_an_encoding_has_no_boxes_the_report_is_plain(encoding, is_plain, 
     told = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120).stdout
     assert b"\\u25" not in told
     assert ("\u2588".encode() in told) is not is_plain
+
+
+@pytest.mark.parametrize("order", ["before", "between"])
+def test_a_script_that_starts_another_training_is_told_by_its_own(order, tmp_path, capfd):
+    file = tmp_path / "main.py"
+    file.write_text(
+        "import subprocess, sys, torch\n"
+        "def train(rate, steps):\n"
+        "    model = torch.nn.Linear(4, 2)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=rate)\n"
+        "    for step in range(steps):\n"
+        f"        if len(sys.argv) == 1 and step == 5 and {order == 'between'}:\n"
+        "            subprocess.run([sys.executable, __file__, 'helper'], check=True)\n"
+        "        optimizer.zero_grad()\n"
+        "        model(torch.randn(8, 4)).square().mean().backward()\n"
+        "        optimizer.step()\n"
+        f"if len(sys.argv) == 1 and {order == 'before'}:\n"
+        "    subprocess.run([sys.executable, __file__, 'helper'], check=True)\n"
+        "train(0.1, 20) if len(sys.argv) == 1 else train(0.01, 30)\n"
+    )
+    run = tmp_path / "run"
+    assert main(["watch", "--out", str(run), "--plain", "--", sys.executable, str(file)]) == 0
+    capfd.readouterr()
+    record = gaff.load(run)
+    assert record.groups == [[1], [0]]
+    assert record.steps == 20
+    assert set(record.scalar("lr").values) == {0.1}
+    assert set(record.scalar("lr", rank=1).values) == {0.01}

@@ -9,8 +9,8 @@ import gaff
 import gaff.record.log as log_module
 from gaff.errors import RecordError
 from gaff.record.finding import Finding
-from gaff.record.log import EVENT, LAYOUT, MATRIX, LogWriter
-from gaff.record.matrix import Layout, pack, to_bytes
+from gaff.record.log import EVENT, LAYOUT, MATRIX, SERIES, LogWriter
+from gaff.record.matrix import Layout, pack, pack_series, to_bytes
 from gaff.training.watch.record_place import prepare
 from gaff.training.watch.settings import Settings
 from gaff.views.run_text import report, verdict
@@ -26,16 +26,18 @@ def write(tmp_path, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(log_module.time, "time", lambda: now[0])
 
-    def written(name, mean, *, world=2, error=None, ends_at=None, findings=()):
+    def written(name, mean, *, world=2, error=None, ends_at=None, findings=(), **begun):
         now[0] += 1
         log = LogWriter(tmp_path / f"{name}.gaff")
         log.write_json(LAYOUT, Layout(0, "parameters", (("m", "w:param"),), COLUMNS, False).to_json())
+        log.write_json(EVENT, {"kind": "begin", **begun})
         log.write_json(EVENT, {"kind": "model", "name": "m", "replicated": [0, 1], "world": world})
         for step in range(3):
             values = (2.0, mean + step, 1.0, 0.0, 1.0)
             cells = [to_bytes(code, [value]) for (_, code), value in zip(COLUMNS, values, strict=True)]
             log.write(MATRIX, pack(0, "train", cells), step)
             log.write_json(EVENT, {"kind": "look", "phase": "train"}, step)
+            log.write(SERIES, pack_series({"step": [float(step)], "lr": [0.1]}), step)
         log.write_json(EVENT, {"kind": "findings", "findings": [one.to_dict() for one in findings]}, 2)
         before, now[0] = now[0], ends_at or now[0]
         log.write_json(EVENT, {"kind": "end", "error": error, "overhead": 0.0, "seconds": 1.0}, 2)
@@ -43,6 +45,25 @@ def write(tmp_path, monkeypatch):
         log.close()
 
     return written
+
+
+def test_a_helper_that_trains_is_no_part_of_the_run_that_has_started_it(tmp_path, write):
+    write("rank0", 5.0, world=1, process=12, started_by=[11], findings=[nan("a helper's")])
+    write("rank0-11", 0.0, world=1, process=11, started_by=[10])
+    write("rank0-13", 7.0, world=1, process=13, started_by=[11, 12])
+    record = gaff.load(tmp_path)
+    assert record.groups == [[1], [2], [0]]
+    assert record.series("w:param", "mean").values == [0.0, 1.0, 2.0]
+    assert record.series("w:param", "mean", rank=1).values == [5.0, 6.0, 7.0]
+    with pytest.raises(RecordError, match=r"were in 3 groups \(\[1\]; \[2\]; \[0\]\): .* such as rank=0"):
+        record.series("w:param", "mean", rank="all")
+    assert [one.rank for one in record.findings] == [1]
+
+
+def test_processes_that_nobody_who_trains_has_started_are_together(tmp_path, write):
+    for number, name in enumerate(("rank0", "rank0-12", "rank0-13")):
+        write(name, float(number), world=1, process=11 + number, started_by=[10])
+    assert gaff.load(tmp_path).groups == [[0, 1, 2]]
 
 
 def nan(message, **evidence):
@@ -60,12 +81,12 @@ def test_a_second_group_of_processes_is_compared_within_itself(tmp_path, write):
     )  # fmt: skip
     assert record.series("w:param", "mean", rank=1).values == [0.0, 1.0, 2.0]
     assert record.series("w:param", "mean", rank=2).values == [5.0, 6.0, 7.0]
-    told = r"were in 2 groups, one after another \(\[0, 1\]; \[2, 3\]\).*expected one process, such as rank=2"
+    told = r"were in 2 groups \(\[0, 1\]; \[2, 3\]\).*expected one process, such as rank=2"
     with pytest.raises(RecordError, match=told):
         record.series("w:param", "mean", rank="all")
     with pytest.raises(RecordError, match=told):
         record.scalar("grad_norm", rank="all")
-    assert "(4 processes in 2 groups, one after another)" in verdict(record)
+    assert "(4 processes in 2 groups)" in verdict(record)
 
 
 def test_groups_of_several_sizes_are_told_apart(tmp_path, write):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gaff.errors import RecordError
+from gaff.record.groups import helpers
 from gaff.record.log import MAGIC, LogReader
 from gaff.record.part import RankPart
 
@@ -36,17 +37,17 @@ def with_new(parts: list[RankPart], files: Iterable[Path]) -> list[RankPart]:
 
 def _in_order(files: list[Path]) -> list[Path]:
     """Logs by their rank; of those without one, which all are 0, first the processes that train, where others only call
-    a model, then the main one, and then as they began."""
-    told = {one: _told(one) if len(files) > 1 else (True, 0.0) for one in files}
-    return sorted(files, key=lambda one: (rank_of(one), not told[one][0], "-" in one.stem, told[one][1]))
-
-
-def _told(file: Path) -> tuple[bool, float]:
-    """Whether a process has written a step of an optimizer so far, and when it began to write."""
-    part = RankPart(0, LogReader(file))
-    if file.stat().st_size >= len(MAGIC):
-        part.read()
-    return "lr" in part.logged, part.began_at
+    a model, then those that no other one of them has started, then the main one, and then as they began."""
+    if len(files) < 2:
+        return files
+    parts = [RankPart(0, LogReader(file)) for file in files]
+    for one in parts:
+        if one.reader.path.stat().st_size >= len(MAGIC):
+            one.read()
+    aside = {one.reader.path for one in helpers(parts)}
+    told = {one.reader.path: (not one.trains, one.reader.path in aside, "-" in one.reader.path.stem, one.began_at)
+            for one in parts}  # fmt: skip
+    return sorted(files, key=lambda one: (rank_of(one), *told[one]))
 
 
 def rank_of(file: Path) -> int:

@@ -1,7 +1,8 @@
 """Which processes of a run worked together, and which of them failed first. Needs no torch.
 
-One command may start several groups of processes one after another: a sweep, or a launcher that begins again after a
-failure. Each has a rank 0, and what is compared or put together is of one group.
+One command may start several groups of processes: a sweep, or a launcher that begins again after a failure. Each has a
+rank 0, and what is compared or put together is of one group. A process that trains and was started by another one that
+trains, such as a script for another model, is a helper: a group of its own.
 """
 
 from __future__ import annotations
@@ -15,20 +16,33 @@ from gaff.record.part import RankPart
 
 
 def groups(parts: Sequence[RankPart]) -> list[list[RankPart]]:
-    """The processes by the group of torch.distributed that they were in, in the order in which groups began.
+    """The processes by the group of torch.distributed that they were in, in the order in which groups began; helpers
+    come before them.
 
     The second process that had a rank among as many belongs to the second group of that size. Processes that are alone
     in theirs, or have none, are one together, as are those of records that do not tell.
     """
     found: dict[tuple[int, int], list[RankPart]] = {}
     before: Counter[tuple[int, int]] = Counter()
-    for part in sorted(parts, key=lambda one: one.generation):
-        told = (one.get("world") for _, one in part.events if one.get("kind") == "model")
-        world = next((one for one in told if isinstance(one, int) and one > 1), 0)
+    aside = helpers(parts)
+    for part in sorted((one for one in parts if one not in aside), key=lambda one: one.generation):
+        world = _world(part)
         found.setdefault((world, before[part.own, world] if world else 0), []).append(part)
         before[part.own, world] += 1
     ordered = sorted(found.values(), key=lambda group: min(one.began_at for one in group))
-    return [sorted(group, key=lambda one: one.rank) for group in ordered]
+    return [*([one] for one in aside), *(sorted(group, key=lambda one: one.rank) for group in ordered)]
+
+
+def helpers(parts: Sequence[RankPart]) -> list[RankPart]:
+    """The processes that train by themselves and were started by another one that does, in the order of their ranks."""
+    alone = [one for one in parts if one.trains and not _world(one)] if len(parts) > 1 else []
+    return [one for one in alone if any(one.was_started_by(other) for other in alone if other is not one)]
+
+
+def _world(part: RankPart) -> int:
+    """How many processes were in the group of torch.distributed that this one was in; 0 where it was in none."""
+    told = (one.get("world") for _, one in part.events if one.get("kind") == "model")
+    return next((one for one in told if isinstance(one, int) and one > 1), 0)
 
 
 def only_group(parts: Sequence[RankPart]) -> list[RankPart]:
@@ -37,7 +51,7 @@ def only_group(parts: Sequence[RankPart]) -> list[RankPart]:
     if len(found) > 1:
         told = "; ".join(str([part.rank for part in group]) for group in found)
         raise RecordError(
-            f"the processes of this run were in {len(found)} groups, one after another ({told}): what they tell is not "
+            f"the processes of this run were in {len(found)} groups ({told}): what they tell is not "
             f"put together; expected one process, such as rank={found[-1][0].rank}"
         )
     return found[0] if found else []

@@ -103,6 +103,17 @@ class RankPart:
             known = self.parsed[at, with_magnitudes] = unpack(layout, payload, with_magnitudes=with_magnitudes)
         return known
 
+    @property
+    def trains(self) -> bool:
+        """Whether an optimizer has stepped in this process so far."""
+        return "lr" in self.logged
+
+    def was_started_by(self, other: RankPart) -> bool:
+        """Whether this process was begun by another one of the command, or by one that had been; as both have told."""
+        begun, theirs = self.latest("begin") or {}, (other.latest("begin") or {}).get("process")
+        known = begun.get("started_by")
+        return isinstance(theirs, int) and isinstance(known, list) and theirs in known
+
     def latest(self, kind: str) -> dict[str, Any] | None:
         """The latest event of one kind, such as ``model``, ``progress`` or ``end``; None where there is none."""
         return next((one for _, one in reversed(self.events) if one.get("kind") == kind), None)

@@ -24,7 +24,7 @@ from gaff.record.files import read_head, with_new
 from gaff.record.finding import SEVERITIES, Finding, by_severity
 from gaff.record.flight import ENDING as RING
 from gaff.record.flight import Flight, read_left, read_ring
-from gaff.record.groups import error_of, failed_first, groups, left_before, only_group
+from gaff.record.groups import error_of, failed_first, groups, helpers, left_before, only_group
 from gaff.record.label_order import label_order
 from gaff.record.part import RankPart
 from gaff.record.ranks import divergence, holds_parts, lost, of_wholes, origins_first, scalar_together, slow, together
@@ -99,7 +99,11 @@ class Record:
 
     @property
     def groups(self) -> list[list[int]]:
-        """The ranks of the processes that worked together, one list for each group that one command began."""
+        """The ranks of the processes that worked together, one list for each group that one command began.
+
+        A process that trains something else and was started by one that trains is a group of its own; such ones come
+        first.
+        """
         return [[part.rank for part in group] for group in groups(self._parts)]
 
     @property
@@ -135,9 +139,12 @@ class Record:
     @property
     def steps(self) -> int:
         """Optimizer steps completed: those of the logs, and of a process that was killed also the ones that its ring of
-        last steps holds and its log does not yet. A ring that cannot be read counts none; ``flight`` says why."""
-        most = 0
+        last steps holds and its log does not yet. A ring that cannot be read counts none; ``flight`` says why. Those of
+        a process that another one has started to train something else do not count."""
+        most, aside = 0, helpers(self._parts)
         for part in self._parts:
+            if part in aside:
+                continue
             looks = [step for step, one in part.events if one.get("kind") == "look" and one.get("phase") == "train"]
             most = max([most, *(step + 1 for step in looks)])
             for step, seconds in zip(part.series.get("step", ()), part.series.get("seconds", ()), strict=False):

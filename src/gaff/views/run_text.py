@@ -99,7 +99,7 @@ def verdict(record: Record) -> str:
     """One sentence about a run: its state, the cause, the first step that shows it, and how many there were."""
     verdict = record.verdict
     size = "" if verdict.state in ("not enough", "healthy") else f", in {counted(record.steps, 'step')}"
-    in_groups = f" in {len(record.groups)} groups, one after another" if len(record.groups) > 1 else ""
+    in_groups = f" in {len(record.groups)} groups" if len(record.groups) > 1 else ""
     several = f" ({len(record.ranks)} processes{in_groups})" if len(record.ranks) > 1 else ""
     return f"{verdict}{size}{several}"
 

@@ -10,7 +10,7 @@ import json
 import os
 from typing import Any
 
-from gaff.training.watch.settings import VARIABLE, to_stderr
+from gaff.training.watch.settings import PROCESSES, VARIABLE, to_stderr
 
 
 def start() -> None:
@@ -36,7 +36,10 @@ def _watch(told: dict[str, Any]) -> None:
 
     rank = os.environ.get("RANK", "0")
     tell = None if told["quiet"] or rank != "0" else _Told(told["plain"])
-    watcher = Watcher(Settings.from_json(told, tell=tell, rank=int(rank), is_lazy=True))
+    before = os.environ.get(PROCESSES, "").split()
+    os.environ[PROCESSES] = " ".join([*before, str(os.getpid())])
+    started_by = tuple(int(one) for one in before if one.isdigit())
+    watcher = Watcher(Settings.from_json(told, tell=tell, rank=int(rank), started_by=started_by, is_lazy=True))
     watcher.open()
     if "trial" in told:  # of gaff try
         from gaff.training.diagnosis.trial import begin

@@ -59,9 +59,11 @@ def log_path(settings: Settings) -> Path | None:
 
 
 def surroundings(settings: Settings) -> dict[str, Any]:
-    """What a run began with: torch's version and threads, whether there is a GPU, rank, and how it is watched."""
+    """What a run began with: torch's version and threads, whether there is a GPU, rank, and how it is watched; the
+    number of this process, and those of the watched processes of the command that it came from."""
     return {"torch": torch.__version__, "threads": torch.get_num_threads(), "cuda": torch.cuda.is_available(),
-            "rank": settings.rank, "budget": settings.budget, "every": settings.every}  # fmt: skip
+            "rank": settings.rank, "budget": settings.budget, "every": settings.every,
+            "process": os.getpid(), "started_by": settings.started_by}  # fmt: skip
 
 
 def memory() -> dict[str, int]:

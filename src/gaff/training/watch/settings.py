@@ -20,6 +20,7 @@ from gaff.views.text import printable
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+PROCESSES = "GAFF_WATCH_PROCESSES"  # of the environment: the numbers of the processes that this one came from
 VARIABLE = "GAFF_WATCH"  # of the environment: the settings of a watched command as JSON, which its children inherit
 
 
@@ -71,6 +72,7 @@ class Settings:
     interval_s: float = _option(10.0, "seconds between lines of progress (default: 10)", metavar="SECONDS")
     is_lazy: bool = False  # make the record when the first model is found
     rank: int = 0
+    started_by: tuple[int, ...] = ()  # the numbers of the watched processes that this one came from
     tell: Callable[[str], None] | None = None  # alarms and progress, from another thread
     complain: Callable[[str], None] = to_stderr  # of a failure of gaff's own, where there is no ``tell``
 
