@@ -142,9 +142,7 @@ class Record:
         last steps holds and its log does not yet. A ring that cannot be read counts none; ``flight`` says why. Those of
         a process that another one has started to train something else do not count."""
         most, aside = 0, helpers(self._parts)
-        for part in self._parts:
-            if part in aside:
-                continue
+        for part in (one for one in self._parts if one not in aside):
             looks = [step for step, one in part.events if one.get("kind") == "look" and one.get("phase") == "train"]
             most = max([most, *(step + 1 for step in looks)])
             for step, seconds in zip(part.series.get("step", ()), part.series.get("seconds", ()), strict=False):
