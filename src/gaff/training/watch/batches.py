@@ -31,6 +31,7 @@ class StepBatches:
     def __init__(self) -> None:
         self.kept: list[tuple[Model, Batch]] = []
         self.samples = 0  # that models were given since they were last taken
+        self.has_unseen = False  # a loss of the step is of a model that nobody has seen called
         self._runs = 0  # of the step
         self._ran: set[str] = set()  # models, since a loss has asked
         self._together: dict[frozenset[str], str] = {}  # by models that ran: what they are called
@@ -92,6 +93,7 @@ class StepBatches:
             return self._whose
         if models.is_given:
             return self._whose
+        self.has_unseen = not self._runs
         leaves, _ = leaves_behind(loss)
         owner = models.owner_of(next(iter(leaves), None))
         return owner if owner and owner not in self._whose.split(", ") else self._whose
@@ -111,7 +113,7 @@ class StepBatches:
         self.kept.clear()
         self._bytes.clear()
         self._counted.clear()
-        self._runs = 0
+        self._runs, self.has_unseen = 0, False
 
     def _make_room(self) -> None:
         """Let go of the oldest batches beyond what may be kept; what several share counts in each of them."""

@@ -36,7 +36,6 @@ _HOOK = 4  # frames from a hook to where there is room: ``enter``, ``_entered``,
 class CallsTold:
     """What to call as models run: the methods of the watcher, each called through the shield."""
 
-    found: Callable[[Model], None]  # one that nobody has named
     # an outermost call, with what it is given, and whether hooks on the module are past already
     begins: Callable[[Model, nn.Module, Any, Any, bool], None]
     ends: Callable[[Model, nn.Module, Any], None]  # such a call, and what it returned; None where it raised
@@ -63,7 +62,7 @@ class ModelCalls:
         self._inside: nn.Module | None = None  # the outermost module in progress
         self._hooked: nn.Module | None = None  # the same where only a hook has told of it
         self._hooked_by = stack_room.RunningFunction(0, None)  # torch's, which called the hook, and then the module
-        self._expected: set[type] = set()
+        self._expected: dict[type, bool] = {}  # classes of models still to be found, and whether these are compiled
         self.passing = Passing()  # runs that are only counted
         self._inside_compiled = InsideCompiled(models, self._left)
         self._graphs = ExitStack()  # exported ones that run as trees of modules
@@ -77,7 +76,7 @@ class ModelCalls:
         A model that was found only by a global hook, in the middle of its first call, would be compiled with that hook.
         """
         self._calls.follow(kind)
-        self._expected.add(kind)
+        self._expected[kind] = True
 
     def know(self, model: Model, module: nn.Module) -> None:
         """Count calls of ``module`` as runs of ``model`` from now on, and those of what is inside wrappers such as DDP.
@@ -88,6 +87,8 @@ class ModelCalls:
             if one not in self._known:
                 self._known[one] = model
                 self._calls.follow(type(one))
+                if not self._models.is_given and not type(one).__module__.startswith("torch."):
+                    self._expected.setdefault(type(one), False)  # others of it may follow, one for each fold
 
     def look(self, *, is_on: bool) -> None:
         """Let every module that returns be told of, or, with ``is_on`` false, leave no hook on.
@@ -214,13 +215,10 @@ class ModelCalls:
             model = self._models.named(entry.model)
             model.is_compiled = model.is_compiled or is_compiled(module)
         else:
-            before = len(self._models.all)
             found = None if self._models.is_given else self._models.find(module)
             if found is None:
                 return
             model = found
-            if len(self._models.all) > before:
-                self._told.found(model)
         self.know(model, module)
         if args is None:
             return
@@ -276,7 +274,8 @@ class ModelCalls:
         if self._inside is not None or not shield.is_open or autograd.backward_task() != -1:  # the last: recomputed
             return call(module, *args, **kwargs)
         if type(module) in self._expected and module not in self._known and shield.is_of_mine(module):
-            self._hooks.switch_off()
+            if self._expected[type(module)]:
+                self._hooks.switch_off()
             shield.run(self._discover, module, None)
         model = self._known.get(module)
         if model is None or not shield.is_of_mine(module):

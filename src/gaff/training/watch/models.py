@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,6 +126,16 @@ class Missed:
         return [*self._notes, told]
 
 
+@dataclass(eq=False, slots=True)
+class Unowned:
+    """The parameters that no optimizer owns. ``left_over``: by gradient of such a one its version at the last look,
+    ``held``: by identity as they were then, ``newly_fed``: those that have got a gradient in this look."""
+
+    left_over: MutableMapping[Tensor, int] = field(default_factory=WeakTensorKeyDictionary)
+    held: dict[int, HeldParameter] = field(default_factory=dict)
+    newly_fed: set[int] = field(default_factory=set)
+
+
 class Models:
     """All watched models of a process, and their modules.
 
@@ -142,14 +152,13 @@ class Models:
         self.missed = Missed()
         self._only = [_module_filter(one) for one in only]
         self._skip = [_module_filter(one) for one in skip]
+        self._names: set[str] = set()  # of all that there have been
         self._passed_over: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._has_wanted = False
         self._stepped_by: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], set[str]]] = weakref.WeakKeyDictionary()
         self._strangers: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
-        # by gradient of a parameter that no optimizer owns: its version at the last look
-        self.left_over: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-        self.unowned: dict[int, HeldParameter] = {}  # by identity: as they were at the last look
-        self.newly_fed: set[int] = set()  # parameters that no optimizer owns, and that have got a gradient in this look
+        self.unowned = Unowned()
+        self.found: Callable[[Model, nn.Module], None] = lambda model, root: None  # called with a new one and its root
 
     @property
     def has_wanted(self) -> bool:
@@ -192,12 +201,22 @@ class Models:
             self._read(known, root)
             return known
         inner = unwrap(root)
-        taken = {one.name for one in self.all}
-        unique = next(one for one in _numbered(name) if one not in taken)
+        unique = next(one for one in _numbered(name) if one not in self._names)
         model = Model(unique, weakref.ref(root), type(inner).__name__, is_compiled(root))
+        self._names.add(unique)
         self._read(model, root)
+        self._forget_gone()
         self.all.append(model)
+        self.found(model, root)
         return model
+
+    def _forget_gone(self) -> None:
+        """Let go of models of which nothing is left: a program may make a thousand, one after the other.
+
+        The first stays, and those of compiled code, of which the end of the record tells.
+        """
+        alive = {entry.model for entry in self.entries.values()}
+        self.all[1:] = [one for one in self.all[1:] if one.name in alive or one.is_compiled]
 
     def name_of(self, parameter: Tensor) -> tuple[str, str] | None:
         """The model and path of a parameter; None where no model has it.
@@ -221,13 +240,13 @@ class Models:
     def stepped_by(self, optimizer: Any) -> set[str]:
         """The names of the models that the parameters of an optimizer belong to, as far as these are known.
 
-        Asked anew when their number has changed, or that of the models.
+        Asked anew when their number has changed, or that of the models found.
         """
-        size = sum(len(group["params"]) for group in optimizer.param_groups), len(self.all)
+        size = sum(len(group["params"]) for group in optimizer.param_groups), len(self._names)
         known = self._stepped_by.get(optimizer)
         if known is None or known[0] != size:
             owners = {self.owner_of(one) for group in optimizer.param_groups for one in group["params"]} - {""}
-            known = self._stepped_by[optimizer] = (size[0], len(self.all)), owners
+            known = self._stepped_by[optimizer] = (size[0], len(self._names)), owners
         return known[1]
 
     def owner_of(self, leaf: Tensor | None) -> str:

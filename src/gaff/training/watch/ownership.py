@@ -77,7 +77,7 @@ def facts(
     owned = owned_by(optimizers)
     made = list(updates)
     unowned = {model.name: _unowned(model, owned, models) for model in models.all if made}
-    models.newly_fed = {id(one) for held in unowned.values() for one in held}
+    models.unowned.newly_fed = {id(one) for held in unowned.values() for one in held}
     unowned = {name: held for name, held in unowned.items() if held and _trains(models.named(name), held[0])}
     told: dict[str, Any] = {}
     if made and not any(one.is_fed for one in made):
@@ -124,11 +124,11 @@ def _unowned(model: Model, owned: set[int], models: Models) -> list[Tensor]:
     for known, (called, name, _) in model.parameters.items():
         module = called() if known not in owned else None
         one = None if module is None else module._parameters.get(name)
-        if one is not None and id(one) == known and one.requires_grad and _has_new_grad(one, models.left_over):
-            before = models.unowned.get(known)
+        if one is not None and id(one) == known and one.requires_grad and _has_new_grad(one, models.unowned.left_over):
+            before = models.unowned.held.get(known)
             if before is None or before.now() is not one or not before.is_other():
                 found.append(one)
-            models.unowned[known] = HeldParameter.of(called, name, one)
+            models.unowned.held[known] = HeldParameter.of(called, name, one)
     return found
 
 

@@ -143,7 +143,7 @@ class Reporter:
             self.tell("saved", self._steps_made(), file=str.__str__(os.fsdecode(file)))
 
     def pulse(
-        self, step: int, seconds: float, numbers: StepNumbers, skipped: int, samples: int, alone: tuple[float, float]
+        self, step: int, seconds: float, numbers: StepNumbers, skipped: int, samples: float, alone: tuple[float, float]
     ) -> None:
         """Take in what is known of each step, looked at or not; costs next to nothing and waits for no device.
 

@@ -348,7 +348,7 @@ def parameters(
                     found[key]["was_called"] = (model.name, path) in called
                 elif id(parameter) not in owned and models.name_of(parameter) == (model.name, join(path, name)):
                     found[key] = {**_plain(parameter), "optimizer": None, "lr": 0.0, "kind": _kind(module, parameter),
-                                  "had_grad": id(parameter) in models.newly_fed}  # fmt: skip
+                                  "had_grad": id(parameter) in models.unowned.newly_fed}  # fmt: skip
     return found
 
 

@@ -25,7 +25,7 @@ class Pulse(NamedTuple):
     seconds: float
     numbers: StepNumbers
     skipped: int
-    samples: int
+    samples: float  # NaN where a model was called that was not known yet
     alone: tuple[float, float]  # seconds to the first forward and to the first backward pass
 
 

@@ -17,6 +17,7 @@ makes, each with one concern, and it decides which of them hears of an event.
 from __future__ import annotations
 
 import atexit
+import math
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
@@ -280,7 +281,8 @@ class Watcher:
         samples, numbers = self._batches.take_samples() + self._calls.passing.take_samples(), self._losses.numbers()
         if samples and not seconds:  # the run has ended in the middle of a step
             self._flight.ended(self.step, seconds, numbers, samples)
-        self.reporter.pulse(self.step, seconds, numbers, self._steps.skipped, samples,
+        told = math.nan if self._batches.has_unseen else samples
+        self.reporter.pulse(self.step, seconds, numbers, self._steps.skipped, told,
                             self._alone.take(self._steps.at.began))  # fmt: skip
         self._losses.forget()
 
@@ -299,21 +301,25 @@ class Watcher:
         return sampled
 
 
+def _found(watcher: Watcher, model: Model, root: nn.Module) -> None:
+    """A model was found that nobody has named: follow its calls from now on."""
+    watcher._calls.know(model, root)
+    watcher.reporter.model(model, watcher.step)
+
+
 def _calls_told(watcher: Watcher) -> CallsTold:
     """What of the watcher to call as models run."""
-
-    def found(model: Model) -> None:
-        watcher.reporter.model(model, watcher.step)
 
     def left(*given: Any) -> None:
         watcher._looks.left(*given)
 
-    return CallsTold(found, watcher._run_begins, watcher._run_ends, watcher._run_ends_late, left)
+    return CallsTold(watcher._run_begins, watcher._run_ends, watcher._run_ends_late, left)
 
 
 def _told(watcher: Watcher, steps: OptimizerSteps, setup: SetupFacts) -> Told:
     """What of the watcher to call as the training goes on, each behind its shield."""
     shield, losses, looks = watcher.shield, watcher._losses, watcher._looks
+    watcher._models.found = partial(_found, watcher)
     on, beside = shield.around, partial(partial, shield.run_beside)
 
     def ended() -> None:

@@ -1,0 +1,73 @@
+"""A script that makes one model after the other, as cross-validation does: each is followed from its first call on."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import gaff
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def _fold(losses, steps=30, bad_at=-1):
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    for step in range(steps):
+        x = torch.randn(16, 4)
+        optimizer.zero_grad()
+        outputs = net(x)
+        loss = cross_entropy(outputs.log() if step == bad_at else outputs, (x.sum(1) > 0).long())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+
+
+def test_each_fold_has_its_samples_and_its_losses(tmp_path):
+    losses = []
+    with gaff.watch(out=tmp_path / "run", budget=0.001):
+        for _ in range(4):
+            _fold(losses)
+    record = gaff.load(tmp_path / "run")
+    assert record.scalar("samples").values == [16.0] * 120
+    for fold in range(4):
+        series = record.scalar("loss" if not fold else f"loss#{fold + 1}")
+        assert series.steps == list(range(30 * fold, 30 * fold + 30))
+        assert series.values == pytest.approx(losses[30 * fold : 30 * fold + 30])
+
+
+def test_a_nan_in_a_later_fold_is_traced(tmp_path):
+    with gaff.watch(out=tmp_path / "run", budget=0.001):
+        _fold([])
+        _fold([], steps=6, bad_at=5)
+    [finding] = [one for one in gaff.load(tmp_path / "run").findings if one.rule == "nonfinite"]
+    assert finding.cause.startswith("between the model and its loss, log is given 0 or less")
+
+
+def test_of_a_model_that_is_gone_nothing_is_kept_and_its_name_is_not_used_again(tmp_path):
+    shared = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    with gaff.watch(out=tmp_path / "run", every=1) as watch:
+        for _ in range(12):
+            local = copy.deepcopy(shared)
+            optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                cross_entropy(local(torch.randn(8, 4)), torch.zeros(8, dtype=torch.long)).backward()
+                optimizer.step()
+            del local, optimizer
+            gc.collect()
+        assert len(watch._watcher._models.all) <= 3
+    record = gaff.load(tmp_path / "run")
+    names = {one for one in record.scalars if one.startswith("loss:")}
+    assert len(names) == 12
+    assert record.steps == 24
