@@ -71,3 +71,54 @@ def test_of_a_model_that_is_gone_nothing_is_kept_and_its_name_is_not_used_again(
     names = {one for one in record.scalars if one.startswith("loss:")}
     assert len(names) == 12
     assert record.steps == 24
+
+
+@pytest.mark.parametrize("how", ["a new head", "other parameters"])
+def test_an_optimizer_for_what_was_replaced_takes_the_place_of_the_one_that_was_given(how, tmp_path):
+    net, losses = Net(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with gaff.watch(net, optimizer, out=tmp_path / "run"):
+        for step in range(20):
+            if step == 10:
+                if how == "a new head":
+                    net.inner[2] = nn.Linear(8, 3)
+                else:
+                    net.load_state_dict({name: one.clone() for name, one in net.state_dict().items()}, assign=True)
+                optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            x = torch.randn(16, 4)
+            optimizer.zero_grad()
+            loss = cross_entropy(net(x), (x.sum(1) > 0).long())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    record = gaff.load(tmp_path / "run")
+    assert record.scalar("loss").values == pytest.approx(losses)
+    assert record.steps == 20
+
+
+def test_an_optimizer_of_other_parameters_of_the_model_does_not_count_where_one_was_given(tmp_path):
+    net = Net()
+    given = torch.optim.SGD(net.inner[0].parameters(), lr=0.1)
+    other = torch.optim.SGD(net.inner[2].parameters(), lr=0.1)
+    with gaff.watch(net, given, out=tmp_path / "run"):
+        for step in range(12):
+            net(torch.randn(16, 4)).square().mean().backward()
+            (given if step % 3 == 2 else other).step()
+            net.zero_grad()
+    assert gaff.load(tmp_path / "run").steps == 4
+
+
+def test_what_is_trained_by_hand_after_the_optimizers_last_step_is_no_step(tmp_path):
+    net, losses = Net(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with gaff.watch(net, out=tmp_path / "run"):
+        for step in range(30):
+            net.zero_grad()
+            loss = net(torch.randn(16, 4)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            if step < 10:
+                optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert record.scalar("loss").values == pytest.approx(losses[:10])
+    assert record.notes[0].startswith("20 backward passes came after the last step of an optimizer that counts")

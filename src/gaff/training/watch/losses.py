@@ -229,6 +229,15 @@ class Losses:
         """The losses, the learning rate and the factor of a GradScaler as they are now, for the row of this step."""
         return StepNumbers(self.lr, self.values(), self.scale, self.unclipped)
 
+    def drop_rest(self, steps: int) -> int:
+        """Forget the losses since the last of ``steps`` steps, where they are more than twice as many as a step has had
+        on average, and return how many; else 0. They are no step then, and their mean is no loss of one."""
+        rest = self.in_step
+        if not steps or rest <= 2 * (self.count - rest) / steps + 1:
+            return 0
+        self.forget()
+        return rest
+
     def forget(self) -> None:
         """Begin a new step: the sums of this one are dropped, while names and past values stay."""
         self._now, self.partial = {}, dict.fromkeys(self.partial, 0)

@@ -232,10 +232,14 @@ class Models:
             if attempt == 0:
                 if self.is_fresh:
                     return None
-                self.is_fresh = True
-                for model in self.all:
-                    model.reread()
+                self.reread()
         return None
+
+    def reread(self) -> None:
+        """Read the parameters of all models once more: they may have been replaced."""
+        self.is_fresh = True
+        for model in self.all:
+            model.reread()
 
     def stepped_by(self, optimizer: Any) -> set[str]:
         """The names of the models that the parameters of an optimizer belong to, as far as these are known.

@@ -71,18 +71,27 @@ class Optimizers:
 
     def _takes_over(self, optimizer: Any) -> bool:
         """Whether an optimizer owns all parameters of one that was given, whose place it takes then: it was made for
-        the next part of the training, or makes the steps of a wrapper that was given."""
+        the next part of the training, or makes the steps of a wrapper that was given. What is no parameter of a model
+        any more, as of a head that was replaced, does not count."""
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._owners.get(optimizer) == (size, False):
             return False
         mine = {id(parameter) for _, parameter in parameters_of(optimizer)}
         for at, one in enumerate(self._given):
             theirs = {id(parameter) for _, parameter in parameters_of(one)}
-            if theirs and theirs <= mine:
+            if (theirs and theirs <= mine) or self._replaces(optimizer, one, mine):
                 self._given[at] = optimizer
                 return True
         self._owners[optimizer] = size, False
         return False
+
+    def _replaces(self, optimizer: Any, other: Any, mine: set[int]) -> bool:
+        """Whether parameters of a model, which ``other`` owned, have been replaced, and ``optimizer`` owns the rest."""
+        self._models.reread()
+        left = [one for _, one in parameters_of(other) if self._models.name_of(one) is not None]
+        has_lost = len(left) < sum(1 for _ in parameters_of(other))
+        owns = any(self._models.name_of(one) is not None for _, one in parameters_of(optimizer))
+        return has_lost and owns and {id(one) for one in left} <= mine
 
     def leaves_out(self, optimizer: Any) -> bool:
         """Whether a step that ``optimizer`` is about to make does not count; such steps are counted apart."""

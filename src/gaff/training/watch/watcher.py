@@ -107,7 +107,7 @@ class Watcher:
         self._looks.tell_held(self.reporter.add, self.step)
         if error is not None and not isinstance(error, SystemExit):
             self._flight.keep(self.step, "exception", self._batches.kept)
-        self._pulse(0.0)
+        _tell_rest(self)
         self._stop()
         self._outer.close()
         made = {"steps": self.steps_made, "backwards": self._losses.count, "others": self._steps.optimizers.others}
@@ -299,6 +299,16 @@ class Watcher:
                                  scale=self._losses.scale, **steps.facts(self.step, sampled.runs.strays))  # fmt: skip
             self.reporter.look(sampled, steps.parameters(sampled.modules_called), self._losses.values())
         return sampled
+
+
+def _tell_rest(watcher: Watcher) -> None:
+    """What came after the last step is told as a step that has not ended, unless it is far more than a step."""
+    if count := watcher._losses.drop_rest(watcher.step):
+        watcher._models.missed.note(
+            f"{count} backward passes came after the last step of an optimizer that counts: their losses are left out; "
+            "where the optimizer was given, and another one goes on with it, expected gaff.watch without an optimizer"
+        )
+    watcher._pulse(0.0)
 
 
 def _found(watcher: Watcher, model: Model, root: nn.Module) -> None:
