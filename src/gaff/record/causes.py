@@ -63,7 +63,7 @@ def claims(case: RunCase) -> list[Claim]:
         case = case.without("symmetric_units")
     if case.is_range_test:
         return []
-    if _has_rates(case):
+    if _has_rates(case) and not _is_of_one_of_several(case):
         case = case.without("lr_zero")
     written = case.found("written_back")
     if written is not None and written.share <= 0.5:  # an inner loop, or slow weights every few steps (Lookahead)
@@ -459,6 +459,13 @@ def _has_learned(case: RunCase, jump: float = 1.0) -> bool:
     return bool(curve.values) and curve.last < (0.8 if jump < 100 else 0.3) * min(
         curve.start, case.guess.get(name, math.inf)
     )
+
+
+def _is_of_one_of_several(case: RunCase) -> bool:
+    """Whether one of several optimizers has a learning rate of zero at nearly every look: the rates that are known of
+    each step are those of another."""
+    zero = case.found("lr_zero")
+    return case.optimizers > 1 and zero is not None and zero.share > 0.9 and not zero.is_over
 
 
 def _has_rates(case: RunCase) -> bool:

@@ -71,24 +71,40 @@ def zeros_of_input(sample: Sample, key: Key) -> float:
     return outputs[at - 1][1].zeros if at and before else 0.0
 
 
-def is_normalised(sample: Sample, model: str, rms: float) -> bool:
-    """Whether the model brings its input, of this rms, to another scale before its first layer with weights.
+def is_normalised(sample: Sample, key: Key) -> bool:
+    """Whether a model brings its input, which is at ``key``, to another scale before its first layer with weights.
+
+    That is the first layer which is called, or one that is given the very numbers of the input, after others that are
+    given something else, such as a time.
 
     Weights as torch initialises them, uniform and with a deviation of one over the root of three times the inputs of a
     unit, make rms / sqrt(3) of it. Embeddings are given other inputs, and are passed over. Of a layer whose weights
     have other names, a recurrent one, nothing is known by what it returns, which may be bounded.
     """
+    model, given = key[0], sample.port("input")[key]
+    rms = given.rms
+    fed = {
+        path_of(address)
+        for (owner, address), row in sample.port("input").items()
+        if owner == model and path_of(address) != path_of(key[1]) and _is_same(row, given)
+    }
     matrices = {
         path_of(address).rpartition(".")[0]
         for (owner, address), known in sample.parameters.items()
         if owner == model and known.kind == "weight"
     }
-    for key, row in sample.port("output").items():
-        known = sample.parameters.get((model, f"{path_of(key[1])}.weight:param"))
-        if key[0] != model or (known is not None and known.kind == "embedding"):
+    for (owner, address), row in sample.port("output").items():
+        path = path_of(address)
+        known = sample.parameters.get((model, f"{path}.weight:param"))
+        if owner != model or (known is not None and known.kind == "embedding") or (fed and path not in fed):
             continue
         if known is not None:
             return known.kind != "weight" or (row.count > 0 and row.rms < 0.1 * rms / math.sqrt(3))
-        if path_of(key[1]) in matrices:
+        if path in matrices:
             return False
     return False
+
+
+def _is_same(one: Numbers, other: Numbers) -> bool:
+    """Whether two tensors hold the same numbers, as far as their statistics tell."""
+    return (one.count, one.mean, one.min, one.max) == (other.count, other.mean, other.min, other.max)

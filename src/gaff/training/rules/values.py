@@ -299,7 +299,7 @@ def input_scale(sample: Sample, past: Past) -> Iterator[Hit]:
             continue
         asked.add(key[0])
         is_far = row.count > 16 and (abs(row.mean) > 5 or row.std > 10 or 0 < row.std < 0.01)
-        if is_far and not is_normalised(sample, key[0], row.rms):
+        if is_far and not is_normalised(sample, key):
             yield Hit(key, mean=row.mean, std=row.std, min=row.min, max=row.max)
 
 

@@ -53,9 +53,10 @@ def both_ways(chain: list[Any], names: list[str], name: str) -> dict[str, Any]:
 def terms_of(node: Any) -> list[list[Any]]:
     """The chains of a loss's summands, 32 at the most, each without the numbers above 0 that it is multiplied by.
 
-    Empty of what is no sum.
+    What is taken away, as the entropy of a policy is, is none of them. Empty of what is neither sum nor difference.
     """
     found: list[list[Any]] = []
+    is_one = True
     waiting = deque([node])  # the outer ones first: a loop that adds up thousands makes as many sums, each in the next
     while waiting and len(found) < _MOST_TERMS:
         node = waiting.popleft()
@@ -63,16 +64,20 @@ def terms_of(node: Any) -> list[list[Any]]:
             node = node.next_functions[0][0]
         inner = _summed_by(node)
         waiting += inner
+        is_one = is_one and not inner
         if not inner:
             found.append(chain_of(node))
-    return found if len(found) > 1 else []
+    return [] if is_one else found
 
 
 def _summed_by(node: Any) -> list[Any]:
-    """The nodes of what one adds up: two terms, or a list of them (``torch.stack(losses).sum()``)."""
+    """The nodes of what one adds up: two terms, or a list of them (``torch.stack(losses).sum()``); of a difference that
+    of which something is taken."""
     behind = [one for one, _ in node.next_functions if one is not None]
     if name_of(node) in ("SumBackward", "MeanBackward") and len(behind) == 1 and name_of(behind[0]) == "StackBackward":
         return [one for one, _ in behind[0].next_functions if one is not None]
+    if name_of(node) == "SubBackward":
+        return [one for one, _ in node.next_functions[:1] if one is not None]
     return behind if name_of(node) == "AddBackward" and len(behind) > 1 else []
 
 
