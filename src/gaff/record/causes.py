@@ -364,9 +364,11 @@ def input_far_from_zero(case: RunCase) -> Claim | None:
     broken = case.found("nonfinite") if _breaks_by_scale(case) else None
     after = broken or case.found("saturated", "dead_units", "initial_loss", "exploding", "vanishing", "update_large",
                                  "diverging", "loss_spike", "init_imbalance", "zero_gradient")  # fmt: skip
-    if finding is None or after is None:
+    rise = case.rise if case.rise is not None and case.rise[1] < _EARLY else None
+    if finding is None or (after is None and rise is None):
         return None
-    return Claim("input_scale", "likely", told_of(finding), (evidence_of(finding), evidence_of(after)), finding.since,
+    follows = evidence_of(after) if after is not None else _risen(*rise) if rise is not None else ""
+    return Claim("input_scale", "likely", told_of(finding), (evidence_of(finding), follows), finding.since,
                  finding.remedy,
                  ("saturated", "dead_units", "initial_loss", "exploding", "vanishing", "update_large", "diverging",
                   "loss_spike", "init_imbalance", "zero_gradient", "sparse_gradient", "learning_rate_too_high",
@@ -385,7 +387,8 @@ def input_is_lost(case: RunCase) -> Claim | None:
         return None  # the signal is there until units turn it into zeros
     if case.jump is not None or case.rise is not None:
         return None
-    return Claim("input_not_used", "likely", f"the model does not use its input: {told_of(finding)}",
+    certainty = "possible" if any(map(_is_too_slow, case.findings)) else "likely"  # a last layer of zeros stays so
+    return Claim("input_not_used", certainty, f"the model does not use its input: {told_of(finding)}",
                  (evidence_of(finding),), finding.since, finding.remedy,
                  ("output_constant", "input_constant", "no_signal", "dead_units", "sparse_gradient", "zero_gradient",
                   "input_scale", "nothing_learned"), ("blind", "one-batch"))  # fmt: skip

@@ -139,12 +139,13 @@ def begins_too_large(case: RunCase) -> Claim | None:
         return None
     told = (f"the first loss is {curve.start:.4g}, where guessing comes to {case.guess[name]:.4g}{reach}",
             *(() if harm is None else (evidence_of(harm),)))  # fmt: skip
-    return Claim("begins_too_large", "likely", "what the model returns at first is far too large: its initial weights "
-                 "make values grow from layer to layer, or from step to step", told, 0,
-                 "smaller initial weights, orthogonal ones for a recurrence; normalise between layers; gaff.trace "
-                 "tells where values grow", ("learning_rate_too_high", "nonfinite", "exploding", "diverging",
-                 "update_large", "loss_spike", "dead_units", "sparse_gradient", "half_range", "initial_loss",
-                 "worse_than_guessing", "loss_does_not_fall"),
+    return Claim("begins_too_large", "likely", "what the model returns at first is far too large: values grow from "
+                 "layer to layer, or from step to step", told, 0,
+                 "smaller initial weights, orthogonal ones for a recurrence; normalise between layers, and what values "
+                 "are multiplied with, as an adjacency; gaff.trace tells where values grow",
+                 ("learning_rate_too_high", "nonfinite", "exploding", "diverging", "update_large", "loss_spike",
+                  "dead_units", "sparse_gradient", "half_range", "initial_loss", "worse_than_guessing",
+                  "loss_does_not_fall"),
                  ("lr=0.1x", "clip"))  # fmt: skip
 
 

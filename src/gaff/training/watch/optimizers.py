@@ -161,6 +161,12 @@ class Optimizers:
         self._now.clear()
         return True
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the leader has just made its second step, with which another one takes the lead."""
+        leader = self._leader() if self._leader is not None else None
+        return leader is not None and self.counts.get(leader) == 2
+
     def stepped(self, optimizer: Any) -> bool:
         """Count a step of ``optimizer``; whether it ends a step of the run, being the leader's."""
         self._made += 1

@@ -80,17 +80,14 @@ def facts(
     models.unowned.newly_fed = {id(one) for held in unowned.values() for one in held}
     unowned = {name: held for name, held in unowned.items() if held and _trains(models.named(name), held[0])}
     told: dict[str, Any] = {}
-    if made and not any(one.is_fed for one in made):
-        if unowned:
-            adrift = {model: len(held) for model, held in unowned.items()}
-            told["adrift"] = {"optimizers": [type(one.optimizer).__name__ for one in made], "models": adrift}
-    else:
-        fresh = {model: len(held) for model, held in unowned.items() if _is_untrained(models.named(model), held)}
-        if fresh:
-            told["untrained"] = fresh
-            held = [owned_by([optimizer]) for optimizer in optimizers]
-            twice = [one.name for one in models.all if sum(one.parameters.keys() <= some for some in held) > 1]
-            told["twice"] = twice
+    if unowned and not any(one.is_fed for one in made):
+        adrift = {model: len(held) for model, held in unowned.items()}
+        told["adrift"] = {"optimizers": [type(one.optimizer).__name__ for one in made], "models": adrift}
+    fresh = {model: len(held) for model, held in unowned.items() if _is_untrained(models.named(model), held)}
+    if fresh:
+        told["untrained"] = fresh
+        held = [owned_by([optimizer]) for optimizer in optimizers]
+        told["twice"] = [one.name for one in models.all if sum(one.parameters.keys() <= some for some in held) > 1]
     for one in strays.values():
         module = one.module()
         if module is not None and _is_stray(module, models, owned):

@@ -20,6 +20,9 @@ _REMEMBERED = 9  # looks whose costs tell what one costs
 _LEARNING = 5  # looks until that is known
 _PATIENCE = 5.0  # times the cost of a look that pass before the next one, while it is not, for each look until then
 _WANTED = 3  # steps that are looked at where something happens
+_SETTLED = 16  # steps after which what is new is another training
+_AGAIN_S = 0.1  # seconds that looks may spend more for each of them, and how many there may be
+_MOST_AGAIN = 10
 _WARM_S = 5.0  # of a run, in which looks are dense: what comes after tells what watching costs in the long run
 _SCATTER = 2_654_435_761  # Knuth's multiplicative hashing: 2**32 over the golden ratio
 _OUTLIER = 4.0  # times what a look costs: more is an accident, such as another process, and held against no later look
@@ -30,7 +33,8 @@ class _Limits(NamedTuple):
 
     budget: float
     every: int | None
-    allowance_s: float
+    first_s: float  # that a run may spend on looks from its beginning
+    allowance_s: float  # the same, with what trainings that began later in it were given
 
 
 class Pace:
@@ -38,8 +42,9 @@ class Pace:
 
     ``every``: a fixed distance; None adapts it to ``budget``. Distances are then 1, 2, 5, 10, 20, 50 ... steps from one
     to the next on average (``_is_chosen``), so that all processes of a run look at the same ones. A run may first spend
-    ``allowance_s`` seconds on looks, so that short ones are seen at all. After that ``budget`` of the time that passes
-    is shared: what is done at every step, looked at or not, comes first, and looks get the rest, at least half of it.
+    ``allowance_s`` seconds on looks, so that short ones are seen at all, and a tenth of a second more for each training
+    that begins later in it (``begins_again``). After that ``budget`` of the time that passes is shared: what is done at
+    every step, looked at or not, comes first, and looks get the rest, at least half of it.
 
     Times are measured by the caller; nothing here reads a clock. ``startup_s``: seconds until the first step was over
     that are no later step's, such as those of making the record and of the first look. It makes everything ready, and
@@ -48,7 +53,7 @@ class Pace:
     """
 
     def __init__(self, budget: float, every: int | None = None, allowance_s: float = 0.5) -> None:
-        self._limits = _Limits(budget, every, allowance_s)
+        self._limits = _Limits(budget, every, allowance_s, allowance_s)
         self._costs: deque[float] = deque(maxlen=_REMEMBERED)  # of the last looks, beyond what every step costs
         self._cost_s = 0.0  # of one look: the median of these
         self._older_s = 0.0  # of the looks before these, as far as it counts against the budget
@@ -114,6 +119,24 @@ class Pace:
         """
         if self._limits.every is None and self._is_cheap() and not self._wanted:
             self._wanted = _WANTED
+
+    def hear(self, step: int, is_news: bool, begins_again: bool) -> None:
+        """Step number ``step`` is over, in which a mode has changed (``is_news``), or another training has begun."""
+        if is_news:
+            self.want()
+        if begins_again:
+            self.begins_again(step)
+
+    def begins_again(self, step: int) -> None:
+        """Another training has begun by step number ``step``, with a model or an optimizer of its own: its first steps
+        tell the most. Look at the next three, and let looks spend a little more than they might, ten times in a run.
+
+        Not in the first steps, in which the parts of one training come one by one; never with a fixed distance.
+        """
+        limits = self._limits
+        is_left = limits.allowance_s < limits.first_s + _MOST_AGAIN * _AGAIN_S
+        if limits.every is None and step >= _SETTLED and is_left and not self._wanted:
+            self._wanted, self._limits = _WANTED, limits._replace(allowance_s=limits.allowance_s + _AGAIN_S)
 
     def _is_cheap(self) -> bool:
         """Whether looks have not cost more than twice what they may."""

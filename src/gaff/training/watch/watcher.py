@@ -268,8 +268,7 @@ class Watcher:
                           sampled is not None)  # fmt: skip
         self.step += 1
         self._batches.clear()
-        if self._looks.modes.are_news:
-            self.pace.want()
+        self.pace.hear(self.step, self._looks.modes.are_news, self._steps.optimizers.has_begun)
         if self.pace.is_due(self.step) or self._flight.is_asked:
             self._begin_look()
         else:
@@ -315,6 +314,7 @@ def _found(watcher: Watcher, model: Model, root: nn.Module) -> None:
     """A model was found that nobody has named: follow its calls from now on."""
     watcher._calls.know(model, root)
     watcher.reporter.model(model, watcher.step)
+    watcher.pace.begins_again(watcher.step)
 
 
 def _calls_told(watcher: Watcher) -> CallsTold:

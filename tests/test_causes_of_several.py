@@ -1,0 +1,114 @@
+"""Causes that lie in one part of a training: one of several optimizers, one summand of a loss, one of several inputs."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gaff
+from gaff.training.watch.pace import Pace
+
+
+def _verdict(tmp_path, steps, step, *given):
+    with gaff.watch(*given, out=tmp_path / "run", every=1):
+        for _ in range(steps):
+            step()
+    return gaff.load(tmp_path / "run").verdict
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rate_of_zero_of_one_of_two_optimizers_is_told(which, tmp_path):
+    body, head = nn.Linear(4, 8), nn.Linear(8, 3)
+    both = [torch.optim.SGD(one.parameters(), lr=0.0 if at == which else 0.1) for at, one in enumerate((body, head))]
+
+    def step():
+        x = torch.randn(32, 4)
+        for one in both:
+            one.zero_grad()
+        F.cross_entropy(head(body(x).relu()), (x.sum(1) > 0).long()).backward()
+        for one in both:
+            one.step()
+
+    verdict = _verdict(tmp_path, 60, step)
+    assert verdict.state == "wrong"
+    assert "the learning rate is zero" in verdict.cause
+
+
+@pytest.mark.parametrize("form", ["policy + value - entropy", "value - entropy", "value - entropy + policy"])
+def test_a_broadcast_in_a_loss_from_which_something_is_taken_is_told(form, tmp_path):
+    model = nn.Linear(4, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step():
+        x, returns = torch.randn(16, 4), torch.randn(16)
+        logits, value = model(x).split([4, 1], 1)
+        policy = F.cross_entropy(logits, torch.randint(4, (16,)))
+        value = 0.5 * ((value - returns) ** 2).mean()
+        entropy = 0.01 * -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean()
+        optimizer.zero_grad()
+        {"policy + value - entropy": lambda: policy + value - entropy, "value - entropy": lambda: value - entropy,
+         "value - entropy + policy": lambda: value - entropy + policy}[form]().backward()  # fmt: skip
+        optimizer.step()
+
+    verdict = _verdict(tmp_path, 30, step)
+    assert "gets a difference of shape [16, 16]: each output is compared with every target" in verdict.cause
+
+
+@pytest.mark.parametrize("scale", [1.0, 16.0])
+def test_the_scale_of_the_input_is_asked_of_the_layer_that_is_given_it(scale, tmp_path):
+    class Denoiser(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.time, self.first, self.last = nn.Linear(4, 16), nn.Linear(12, 16), nn.Linear(16, 12)
+
+        def forward(self, x, t):
+            time = self.time(torch.cat([(t * 3).sin(), (t * 3).cos()], 1))
+            return self.last((self.first(x) + time).relu())
+
+    model = Denoiser()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def step():
+        x = torch.rand(32, 12) * scale * 2 + (scale > 1) * scale
+        optimizer.zero_grad()
+        F.mse_loss(model(x, torch.rand(32, 2)), torch.randn(32, 12)).backward()
+        optimizer.step()
+
+    _verdict(tmp_path, 30, step)
+    found = {one.rule for one in gaff.load(tmp_path / "run").findings}
+    assert ("input_scale" in found) == (scale > 1)
+
+
+def test_a_judge_that_is_in_no_optimizer_is_told_where_it_makes_more_steps_than_what_it_judges(tmp_path):
+    generator, judge = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 1))
+    mine = torch.optim.Adam(generator.parameters(), lr=1e-3)
+    theirs = torch.optim.Adam(generator.parameters(), lr=1e-3)  # the slip
+
+    def step():
+        for _ in range(4):
+            theirs.zero_grad()
+            (judge(generator(torch.randn(16, 4)).detach()).mean() - judge(torch.randn(16, 6)).mean()).backward()
+            theirs.step()
+        mine.zero_grad()
+        (-judge(generator(torch.randn(16, 4))).mean()).backward()
+        mine.step()
+
+    verdict = _verdict(tmp_path, 20, step)
+    assert "'judge' gets gradients, none of its parameters is in an optimizer" in verdict.cause
+    assert "'generator' is in two optimizers" in verdict.cause
+
+
+def test_a_training_that_begins_later_in_a_run_is_looked_at():
+    pace = Pace(0.01, allowance_s=0.5)
+    pace.stepped(0, 0.001, 0.1, True)
+    for step in range(1, 400):
+        is_look = pace.is_due(step)
+        pace.stepped(step, 0.101 if is_look else 0.001, 0.1 if is_look else 0.0, is_look)
+    assert not any(pace.is_due(step) for step in range(400, 450))
+    pace.begins_again(450)
+    assert [pace.is_due(step) for step in range(450, 453)] == [True, True, True]
+    for again in range(30):  # a thousand folds are no reason to spend the time of them
+        pace.begins_again(500 + again)
+        while pace.is_due(501):
+            pass
+    assert pace._limits.allowance_s == pytest.approx(1.5)
