@@ -112,3 +112,20 @@ def test_a_training_that_begins_later_in_a_run_is_looked_at():
         while pace.is_due(501):
             pass
     assert pace._limits.allowance_s == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_targets_that_were_made_of_a_column_and_a_row_are_told(is_flat, tmp_path):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step():
+        x, rewards = torch.randn(16, 4), torch.randn(16)
+        values = model(x)
+        targets = rewards + 0.9 * model(x).detach()  # [16] and [16, 1]
+        optimizer.zero_grad()
+        F.mse_loss(values.squeeze(1) if is_flat else values, targets).backward()
+        optimizer.step()
+
+    verdict = _verdict(tmp_path, 20, step)
+    assert "targets of shape [16, 16]: they broadcast" in verdict.cause

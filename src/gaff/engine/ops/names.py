@@ -39,9 +39,11 @@ def name_of(func: Any) -> str:
     """The name of an op as its user wrote it, ``add`` for ``+``; empty for what is none, such as ``x.shape``.
 
     Operators have the names of the functions that they call, in-place ones an underscore more. Remembered in
-    ``NAMES``.
+    ``NAMES``, but of functions that were made inside another one: somebody may make them anew again and again.
     """
-    found = NAMES[func] = _name(func)
+    found = _name(func)
+    if getattr(func, "__closure__", None) is None:
+        NAMES[func] = found
     return found
 
 
