@@ -114,6 +114,7 @@ def test_a_training_that_begins_later_in_a_run_is_looked_at():
     assert pace._limits.allowance_s == pytest.approx(1.5)
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("is_flat", [True, False])
 def test_targets_that_were_made_of_a_column_and_a_row_are_told(is_flat, tmp_path):
     model = nn.Linear(4, 1)
