@@ -664,3 +664,20 @@ def test_an_output_whose_keys_were_set_in_another_order_than_its_fields_is_captu
     assert edited == keys
     assert not logits.any()
     assert loss == 4
+
+
+def test_an_edit_of_what_a_block_hands_on_acts_where_it_is_made_once_that_is_known():
+    model, x = llama(), tokens()
+    edit = {"names:resid_post.0": gaff.edits.scale(2.0)}
+    with torch.no_grad():
+        bare = model(x, output_hidden_states=True)
+        with gaff.edit(model, edit) as before:
+            first = model(x, output_hidden_states=True)
+        gaff.sites(model, x, names=True)
+        with gaff.edit(model, edit) as after:
+            second = model(x, output_hidden_states=True)
+    assert before.receipt.rows[0].site == "model.layers.1:input"
+    assert after.receipt.rows[0].site == "model.layers.0"
+    assert torch.equal(first.logits, second.logits)
+    assert torch.equal(first.hidden_states[1], bare.hidden_states[1])
+    assert torch.equal(second.hidden_states[1], bare.hidden_states[1] * 2)

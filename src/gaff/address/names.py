@@ -114,11 +114,12 @@ def _joined(modules: Modules, name: str, known: Mapping[str, Site]) -> str:
 
 
 _ASIDE = ("resid_mid", "resid_cross")  # told at a norm in a branch, while the value goes around the branch, too
+_HANDED_ON = ("resid_post",)  # told where the next block is given it, while a model may read it elsewhere, too
 
 
-def goes_around(name: str, site: Site) -> bool:
-    """Whether the value of a name also goes around the module at whose input it is told."""
-    return site.port == "input" and name.split(".")[-2:-1] in [[one] for one in _ASIDE]
+def is_made_elsewhere(name: str, site: Site) -> bool:
+    """Whether others may use the value of a name than the module at whose input it is told."""
+    return site.port == "input" and name.split(".")[-2:-1] in [[one] for one in (*_ASIDE, *_HANDED_ON)]
 
 
 def _made_at(model: nn.Module, name: str, site: Site) -> Site:
@@ -127,10 +128,12 @@ def _made_at(model: nn.Module, name: str, site: Site) -> Site:
         raise PlanError(
             f"names:{name}: is the very tensor that the main branch is given: expected an edit of resid_pre, or of main"
         )
-    if not goes_around(name, site):
+    if not is_made_elsewhere(name, site):
         return site
     looked = looked_at(model)
     made = looked.makers.get(name)
+    if made is None and name.split(".")[-2] in _HANDED_ON:
+        return site
     if made is None:
         how = "gaff.sites(model, x, names=True) finds the op that makes it, where edits act from then on"
         if looked.was_run:
@@ -163,7 +166,7 @@ class LookedAt:
 
     ``failed``: by name why it does not mean in this model what it means elsewhere, found in any run; ``missing``: names
     that did not pass in the latest run that was looked at; ``makers``: by name the op or module that makes the value,
-    where it also goes around the module at whose input it is told.
+    where others may use it than the module at whose input it is told.
     """
 
     failed: dict[str, str] = field(default_factory=dict)

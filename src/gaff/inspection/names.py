@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.grammar import Site, parse_site
-from gaff.address.names import Block, Stack, goes_around, looked_at, stacks_of
+from gaff.address.names import Block, Stack, is_made_elsewhere, looked_at, stacks_of
 from gaff.address.nested import iter_tensors
 from gaff.address.resolve import by_path, need_module, resolve, unwrap
 from gaff.compat import elements
@@ -110,7 +110,7 @@ def list_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if any(not elements.is_readable(tensor) for tensor in (*model.parameters(), *inputs)):
         raise PlanError(f"{kind} has no values (it is on the meta device, or fake): expected a model that can run")
     with untouched(model, inputs), in_mode(model, training=False), torch.no_grad():
-        makers = _Makers(model, {name: site for name, site in known.items() if goes_around(name, site)})
+        makers = _Makers(model, {name: site for name, site in known.items() if is_made_elsewhere(name, site)})
         with makers.session:
             values, outputs = _values(model, known, *_copies(args, kwargs))
         held, failed = _judge(model, stacks, values, outputs)
