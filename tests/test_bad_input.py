@@ -132,3 +132,38 @@ def test_what_is_no_row(tmp_path, index):
         store["0"][index]
     with pytest.raises(gaff.SiteError, match="is not in"):
         store[[]]
+
+
+class TakesAny(nn.Module):
+    """As models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x, scale=1.0, **more):
+        return self.fc(x) * scale
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "message"),
+    [
+        (gaff.trace, {"backwards": 1}, "backwards= is no option here, .*: expected backward=, or a keyword"),
+        (
+            gaff.trace,
+            {"depth": 1},
+            "depth= is no option here, .*: expected backward=, or flops=, or ops=, or pictures=",
+        ),
+        (gaff.sites, {"op": True}, "op= is no option here, .*: expected ops=, or a keyword"),
+        (gaff.sites, {"pattern": "fc"}, "pattern= is no option here"),
+        (
+            gaff.anatomy,
+            {"backwards": 1},
+            "backwards= is no option here, .* it: expected a keyword that its forward names",
+        ),
+    ],
+)
+def test_an_option_with_a_slip_does_not_get_lost_in_a_model_that_takes_any_keyword(function, given, message):
+    with pytest.raises(gaff.PlanError, match=message):
+        function(TakesAny(), torch.ones(2, 4), **given)
+    function(TakesAny(), torch.ones(2, 4), scale=2.0, output_attentions=True)

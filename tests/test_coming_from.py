@@ -429,3 +429,17 @@ def test_heads_of_keys_are_as_wide_as_those_of_queries():
     assert width == 16
     assert _by_head(model, "attn.q.1", torch.ones(1, 3, 32)).shape == (1, 3, 4, 8)
     assert _by_head(model, "attn.k.1", torch.ones(1, 3, width)).shape == (1, 3, 2, 8)
+
+
+def test_a_layer_for_captum_may_be_a_module_and_has_the_mode_of_the_model():
+    from gaff.integrations.captum import at
+
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU()).eval()
+    spot = at(model, model[0])
+    assert spot.address == "0"
+    assert not spot.training
+    for wrong in (nn.Linear(2, 2), ["0", "1"]):
+        with pytest.raises(
+            PlanError, match="was given: expected one address such as 'layer4.1', or a module of the model"
+        ):
+            at(model, wrong)

@@ -166,3 +166,14 @@ def test_a_model_that_holds_an_extractor_is_taken_from(inside):
     x = torch.randn(5, 3)
     found = gaff.take(Big(), "features.model.0")(x)
     assert torch.equal(found["features.model.0"], body[0](x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_extractor_begins_in_the_mode_of_its_model(training):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train(training)
+    extractor = gaff.take(model, "1")
+    assert extractor.training is training
+    before = extractor.training
+    extractor.eval()
+    extractor.train(before)
+    assert model[1].training is training

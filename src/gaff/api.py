@@ -186,7 +186,9 @@ def anatomy(module: nn.Module, /, *inputs: Any, **keywords: Any) -> Anatomy:
     Backward starts from the sum of the outputs' floating elements. Raises PlanError where there is no graph.
     """
     from gaff.inspection.explanation import explain
+    from gaff.inspection.keywords import need_models_own
 
+    need_models_own(module, keywords, ())
     return explain(module, inputs, keywords)
 
 
@@ -406,8 +408,10 @@ def trace(
     call has those inside it. Its memory is that of the tensors that it returns, in bytes. Statistics are of the first
     output tensor. Raises PlanError for what cannot be traced; errors of the model pass through.
     """
+    from gaff.inspection.keywords import need_models_own
     from gaff.inspection.tracer import trace_run
 
+    need_models_own(model, kwargs, ("backward", "flops", "ops", "pictures"))
     for name, value in (("flops", flops), ("ops", ops), ("pictures", pictures)):
         need_truth(value, name)
     return trace_run(model, args, kwargs, backward, has_flops=flops, has_ops=ops, has_pictures=pictures)
@@ -436,6 +440,9 @@ def sites(model: nn.Module, /, *what: Any, ops: bool = False, names: bool = Fals
     Raises SiteError for a pattern that matches nothing, PlanError for ``ops`` without an input, and for ``names`` of a
     model in which no stack of blocks is recognised.
     """
+    from gaff.inspection.keywords import need_models_own
+
+    need_models_own(model, inputs, ("ops", "names"))
     need_truth(ops, "ops")
     if need_truth(names, "names"):
         from gaff.inspection.names import list_names

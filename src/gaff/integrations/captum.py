@@ -27,9 +27,15 @@ class Spot(nn.Module):
     Made by ``at``. Parameters and modes are the model's own. While it runs an edit of gaff is open on the model.
     """
 
-    def __init__(self, model: nn.Module, address: str) -> None:
+    def __init__(self, model: nn.Module, address: str | nn.Module) -> None:
         super().__init__()
+        if isinstance(address, nn.Module):
+            address = next((path for path, one in model.named_modules() if one is address), address)
+        if not isinstance(address, str):
+            kind = type(address).__name__
+            raise PlanError(f"a {kind} was given: expected one address such as 'layer4.1', or a module of the model")
         self.model = model
+        self.training = model.training
         self.address = address
         self.layer = nn.Identity()
         found = Plan.edit({address: self.layer}).check(model)
@@ -63,10 +69,10 @@ class Spot(nn.Module):
         return found.clone()
 
 
-def at(model: nn.Module, address: str) -> Spot:
+def at(model: nn.Module, address: str | nn.Module) -> Spot:
     """The model with a module at ``address``, for captum's ``Layer...`` methods: ``Method(spot, spot.layer)``.
 
-    Where the address is called several times in a run, each call passes through the module. Raises SiteError for an
+    ``address`` may be a module of the model: its output. Where the address is called several times in a run, each call passes through the module. Raises SiteError for an
     address that names nothing in the model, PlanError for one that is no single value.
     """
     return Spot(model, address)

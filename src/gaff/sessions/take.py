@@ -121,6 +121,7 @@ class Take(nn.Module):
             distributed.agree(distributed.processes_of(model), f"take {'; '.join(map(str, plan.requests))}")
         super().__init__()
         self.model = model
+        self.training = model.training
         self._plan = plan
         self._receipt: Receipt | None = None
 
