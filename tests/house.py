@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 43_600
-MOST_OF_CORE = 15_100
+MOST_LINES = 43_800
+MOST_OF_CORE = 15_200
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

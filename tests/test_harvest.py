@@ -940,8 +940,27 @@ def test_what_would_train_the_model_or_is_misspelt_is_refused_before_anything_is
         gaff.harvest(model, loader(), "0", out=tmp_path / "acts", loss=summed, sample_norms="nope")
     assert not (tmp_path / "acts").exists()
     model[0].weight.register_post_accumulate_grad_hook(lambda weight: None)
-    with pytest.raises(gaff.PlanError, match="'0.weight' has a hook that runs when its gradient is complete"):
+    with pytest.raises(gaff.PlanError, match=r"0\.weight: has post-accumulate hooks, or .* harvest without loss="):
         gaff.harvest(model, loader(), "0:grad_output", out=tmp_path / "acts", loss=summed)
+
+
+def test_weights_that_a_hook_updates_are_those_of_every_batch(tmp_path):
+    model, plain = net(), net()
+    plain.load_state_dict(model.state_dict())
+    for parameter in model.parameters():
+
+        def update(gradient, parameter=parameter):
+            with torch.no_grad():
+                parameter.sub_(0.5 * gradient)
+
+        parameter.register_hook(update)
+    data = list(loader())
+    stores = [
+        gaff.harvest(one, data, "0:grad_output", out=tmp_path / str(at), loss=summed)
+        for at, one in enumerate((model, plain))
+    ]
+    assert torch.equal(*(one["0:grad_output"][:] for one in stores))
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 def test_another_process_that_begins_meanwhile(tmp_path, monkeypatch):

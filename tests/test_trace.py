@@ -605,3 +605,46 @@ def test_a_module_whose_parameters_are_something_else():
 
     model = nn.Sequential(nn.Linear(4, 4), Head())
     assert "30 parameters" in gaff.trace(model, torch.ones(1, 4)).table()
+
+
+def _updating(model, how):
+    """Has the parameters of a model updated as soon as backward brings their gradients."""
+    for parameter in model.parameters():
+        if how == "tensor hooks":
+
+            def update(gradient, parameter=parameter):
+                with torch.no_grad():
+                    parameter.sub_(0.1 * gradient)
+
+            parameter.register_hook(update)
+        else:
+            parameter._in_backward_optimizers = [torch.optim.SGD([parameter], lr=0.1)]
+
+
+@pytest.mark.parametrize("tool", ["trace", "anatomy"])
+def test_what_updates_weights_in_backward_is_put_back_or_refused(tool):
+    run = {
+        "trace": lambda model, x: gaff.trace(model, x, backward=lambda y: y.square().mean()),
+        "anatomy": lambda model, x: gaff.anatomy(model, x),
+    }[tool]
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(5, 4)
+    before = [one.detach().clone() for one in model.parameters()]
+    _updating(model, "tensor hooks")
+    run(model, x)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    _updating(model, "torch's own")
+    with pytest.raises(gaff.PlanError, match=r"0\.weight: has post-accumulate hooks, or an optimizer in backward"):
+        run(model, x)
+
+
+def test_gradients_of_other_leaves_are_what_they_were():
+    model, judge, x = nn.Linear(4, 3), nn.Linear(3, 1), torch.randn(5, 4)
+    judge(torch.randn(2, 3)).sum().backward()
+    before = {one: (one.grad, one.grad.clone()) for one in judge.parameters()}
+    gaff.trace(model, x, backward=lambda y: -judge(y).mean())
+    assert all(one.grad is kept and torch.equal(kept, copy) for one, (kept, copy) in before.items())
+    prompt = torch.zeros(4, requires_grad=True)
+    model.register_forward_pre_hook(lambda module, args: (args[0] + prompt,))
+    gaff.trace(model, x, backward=lambda y: y.mean())
+    gaff.anatomy(model, x)
+    assert prompt.grad is None

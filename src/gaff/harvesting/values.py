@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import GRADIENT_PORTS
 from gaff.compat import distributed, elements
-from gaff.compat.autograd import leaves_of
+from gaff.compat.leaves import hooked, kept_gradients, kept_weights, need_no_updates, others
 from gaff.engine.process.calls import unseen
 from gaff.errors import PlanError
 from gaff.harvesting.batches import Numbered
@@ -39,7 +39,7 @@ def reader_of(
     _check(model, plan, loss, norms)
     step = partial(_forward, model)
     if loss is not None:
-        step = partial(_with_backward, model, set(model.parameters()), loss)
+        step = partial(_with_backward, model, set(model.parameters()), hooked(model.parameters()), loss)
     if distributed.meshes_of_rows(model):
         return partial(_put_together, plan, _bare_capture(model, plan), step)
     if loss is not None:
@@ -77,12 +77,8 @@ def _check(model: nn.Module, plan: Plan, loss: Loss | None, norms: Norms | None)
         raise PlanError("loss= is given and no gradient is asked for: expected an address such as 'fc:grad_output'")
     if norms is not None:
         norms(model)  # what it refuses is refused now
-    hooked = [name for name, one in model.named_parameters() if getattr(one, "_post_accumulate_grad_hooks", None)]
-    if loss is not None and hooked:
-        raise PlanError(
-            f"{hooked[0]!r} has a hook that runs when its gradient is complete, such as an optimizer's step: a harvest "
-            "with loss= would have it run: expected none"
-        )
+    if loss is not None:
+        need_no_updates(model.named_parameters(), "harvest without loss=")
 
 
 def _bare_capture(model: nn.Module, plan: Plan) -> Capture:
@@ -111,10 +107,14 @@ def _forward(model: nn.Module, given: Numbered) -> None:
         model(*given.args, **given.kwargs)
 
 
-def _with_backward(model: nn.Module, parameters: set[Tensor], loss: Loss, given: Numbered) -> None:
-    """One step; gradients of all leaves, also of a head outside the model, are those from before."""
+def _with_backward(
+    model: nn.Module, parameters: set[Tensor], updated: list[Tensor], loss: Loss, given: Numbered
+) -> None:
+    """One step; gradients of all leaves, also of a head outside the model, are those from before, and so are the
+    parameters ``updated``, to whose gradients a hook of the user's listens."""
     with ExitStack() as stack:
-        stack.enter_context(_kept_gradients(parameters))
+        stack.enter_context(kept_gradients(parameters))
+        stack.enter_context(kept_weights(updated))
         stack.enter_context(unseen())
         with torch.enable_grad():
             total = loss(model(*given.args, **given.kwargs), given.batch)
@@ -127,21 +127,8 @@ def _with_backward(model: nn.Module, parameters: set[Tensor], loss: Loss, given:
                     "the loss has no gradient: expected one of what the model returns, and a parameter or an input "
                     "that requires grad (all may be frozen)"
                 )
-            stack.enter_context(_kept_gradients(one for one in leaves_of(total) if one not in parameters))
+            stack.enter_context(kept_gradients(others([total], parameters)))
             total.backward()
-
-
-@contextmanager
-def _kept_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Put away ``.grad`` of some leaves meanwhile."""
-    before = [(one, one.grad) for one in leaves]
-    try:
-        for one, _ in before:
-            one.grad = None
-        yield
-    finally:
-        for one, gradient in before:
-            one.grad = gradient
 
 
 def _port(request: Request) -> str:

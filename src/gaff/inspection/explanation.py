@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gaff.address.grammar import Site, parse_site, print_key
 from gaff.address.nested import Arguments, describe, iter_tensors, map_tensors, shape_text
 from gaff.address.resolve import Found, find_site, need_module
+from gaff.compat.leaves import kept_gradients, need_no_updates, others
 from gaff.engine.gradients.nodes import Gradients, NodeWatch, Seen
 from gaff.engine.ops.calls import OpCall
 from gaff.engine.session import Session
@@ -77,7 +78,9 @@ class _Explanation:
                 )
             self._watch.follow([tensor for _, tensor in named], None)
             last = self._watch.find(first) if first is not None else None
-            torch.autograd.backward([tensor for _, tensor in named], [torch.ones_like(one) for _, one in named])
+            roots = [tensor for _, tensor in named]
+            stack.enter_context(kept_gradients(others(roots, [*self._module.parameters(), *leaves])))
+            torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
             inputs = self._inputs(*given)
             outputs = [_edge(f":output{print_key(key)}", torch.ones_like(tensor)) for key, tensor in named]
             notes = [COPIED] if self._is_copied else []
@@ -218,6 +221,7 @@ def explain(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     need_module(module)
     if torch.is_inference_mode_enabled():
         raise PlanError("anatomy cannot run in torch.inference_mode: there is no backward pass to explain; leave it")
+    need_no_updates(module.named_parameters(), "explain a copy of the module")
     try:
         return _Explanation(module).run(args, kwargs)
     except RuntimeError as error:

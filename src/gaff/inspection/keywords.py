@@ -20,7 +20,7 @@ def need_models_own(model: nn.Module, given: Mapping[str, Any], options: Iterabl
     model's forward names none like it and takes any."""
     try:
         own = signature(unwrap(model).forward).parameters
-    except (TypeError, ValueError):  # written in C++
+    except (TypeError, ValueError, AttributeError):  # written in C++, or no module, as is told later
         return
     if not any(one.kind is Parameter.VAR_KEYWORD for one in own.values()):
         return  # the model itself refuses it

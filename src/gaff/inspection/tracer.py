@@ -22,6 +22,7 @@ from gaff.address.grammar import ATTENTIONS, Site, parse_site
 from gaff.address.nested import Arguments, iter_tensors, shape_text
 from gaff.address.resolve import Found, called_modules, is_container, iter_modules, join, need_module, unwrap
 from gaff.compat import elements, libraries
+from gaff.compat.leaves import kept_gradients, need_no_updates, others
 from gaff.engine.flops import FlopCount
 from gaff.engine.gradients.reach import used_leaves
 from gaff.engine.ops.calls import OpCall
@@ -96,7 +97,7 @@ def trace_run(
         written += _unfinished(output)
         of_forward = len(log.calls)
         if backward is not None:
-            _run_backward(backward, output, log)
+            _run_backward(backward, output, log, [*model.parameters(), *inputs])
         if has_flops and len(log.calls) > of_forward:
             written.append("flops are those of the model's own run: calls that backward= makes are told without")
     if backward is not None:
@@ -275,15 +276,18 @@ def _tied(model: nn.Module) -> Iterator[str]:
         yield f"one parameter of several names counts once in the total of parameters: {', '.join(tied[:3])}{more}"
 
 
-def _run_backward(backward: Backward, output: Any, log: CallLog) -> None:
+def _run_backward(backward: Backward, output: Any, log: CallLog, known: list[Tensor]) -> None:
     """Call the user's function on the output, and run backward from the loss that it returns.
+
+    Leaves that are not ``known``, of which the trace tells nothing, have the gradients afterwards that they had.
 
     A function that returns None has run backward itself. Passes that the model ran in its forward (forces, as the
     gradient of an energy) or the function before it returned the loss (a penalty) are not told. Raises PlanError for
     anything but a scalar that requires grad.
     """
     log.forget_gradients()
-    loss = backward(output)
+    with kept_gradients(others([tensor for _, tensor in iter_tensors(output)], known)):
+        loss = backward(output)
     if loss is None:
         return  # it ran backward itself
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -292,7 +296,8 @@ def _run_backward(backward: Backward, output: Any, log: CallLog) -> None:
     if not loss.requires_grad:
         raise PlanError("backward returned a loss that does not depend on any parameter that requires grad")
     log.forget_gradients()
-    loss.backward()
+    with kept_gradients(others([loss], known)):
+        loss.backward()
 
 
 def _check_gradients(log: CallLog, parameters: dict[str, ParameterLog]) -> None:
@@ -316,12 +321,7 @@ def _check_backward(model: nn.Module, backward: Backward) -> None:
         raise PlanError(f"backward={backward!r} cannot be called: expected a function such as lambda y: y.mean()")
     if torch.is_inference_mode_enabled():
         raise PlanError("backward= cannot run in torch.inference_mode: leave it, or trace without backward=")
-    for path, parameter in _iter_parameters(model):
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise PlanError(
-                f"{path}: has post-accumulate hooks, which may step an optimizer inside backward and change weights; "
-                "trace without backward=, or remove them first"
-            )
+    need_no_updates(_iter_parameters(model), "trace without backward=")
 
 
 def _build(

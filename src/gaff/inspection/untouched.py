@@ -1,7 +1,8 @@
 """Runs something on a model and leaves the model as it was: buffers, gradients, random state, mode.
 
-Of weights those are restored that torch's own modules write to in their forward (``nn.Embedding(max_norm=)``). A copy
-of all of them would double the memory of a model: where its own code writes to others, that is told.
+Of weights those are restored that torch's own modules write to in their forward (``nn.Embedding(max_norm=)``), and
+those with a hook on their gradient, which may update them. A copy of all of them would double the memory of a model:
+where its own code writes to others, that is told.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gaff.compat import elements
+from gaff.compat.leaves import hooked, write_back
 from gaff.compat.memory import version_of
 from gaff.engine.process.calls import unseen
 from gaff.inspection.sketches import digests_of_some
@@ -28,8 +29,8 @@ WRITTEN = "this run itself changed parameters: {}; they are not restored"
 def untouched(model: nn.Module, inputs: Iterable[Tensor] = (), notes: list[str] | None = None) -> Iterator[None]:
     """Restores buffers, ``.grad`` of parameters and ``inputs``, training flags and random states at the end.
 
-    So are weights that a ``max_norm`` shortens. Other parameters that were written to are told by a note in ``notes``,
-    or without these by a warning.
+    So are weights that a ``max_norm`` shortens, and parameters with tensor hooks. Other parameters that were written to
+    are told by a note in ``notes``, or without these by a warning.
 
     They are put back however the block is left. Every buffer is copied once. ``.grad`` is None inside, so that
     backward adds to nothing; afterwards the tensors from before are back, the same objects. Random states: torch on
@@ -40,6 +41,7 @@ def untouched(model: nn.Module, inputs: Iterable[Tensor] = (), notes: list[str] 
     buffers = [_Buffers(module) for module in modules]
     embeddings = [one for one in modules if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
     shortened = {one.weight: one.weight.detach().clone() for one in embeddings if one.max_norm is not None}
+    shortened |= {one: one.detach().clone() for one in hooked(model.parameters())}
     weights = _Weights(model, shortened)
     modes = [(module, module.training) for module in modules if hasattr(module, "training")]  # frozen TorchScript: none
     leaves = [tensor for tensor in (*model.parameters(), *inputs) if tensor.is_leaf and tensor.requires_grad]
@@ -67,7 +69,7 @@ def untouched(model: nn.Module, inputs: Iterable[Tensor] = (), notes: list[str] 
         for saved in buffers:
             saved.restore()
         for weight, before in shortened.items():
-            _write_back(weight, before)
+            write_back(weight, before)
         if changed := weights.changed():
             told = WRITTEN.format(", ".join(changed[:5]))
             warnings.warn(f"gaff: {told}", stacklevel=3) if notes is None else notes.append(told)
@@ -128,13 +130,4 @@ class _Buffers:
             owned[name] = tensor
             if tensor is None:
                 continue
-            _write_back(tensor, self._copies[name])
-
-
-def _write_back(tensor: Tensor, saved: Tensor) -> None:
-    """Let ``tensor`` hold again what it held when it was ``saved``; not written to where it does."""
-    with torch.no_grad():
-        if tensor.shape != saved.shape:
-            tensor.resize_(saved.shape)
-        if not (tensor.is_meta or elements.has_bits(tensor, saved)):
-            tensor.copy_(saved)
+            write_back(tensor, self._copies[name])

@@ -72,7 +72,8 @@ class Spot(nn.Module):
 def at(model: nn.Module, address: str | nn.Module) -> Spot:
     """The model with a module at ``address``, for captum's ``Layer...`` methods: ``Method(spot, spot.layer)``.
 
-    ``address`` may be a module of the model: its output. Where the address is called several times in a run, each call passes through the module. Raises SiteError for an
-    address that names nothing in the model, PlanError for one that is no single value.
+    ``address`` may be a module of the model: its output. Where it is called several times in a run, each call passes
+    through the module. Raises SiteError for an address that names nothing in the model, PlanError for one that is no
+    single value.
     """
     return Spot(model, address)
