@@ -110,9 +110,27 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     if spread is not None:
         found["spread"] = {"loss": name, **spread}
     found |= both_ways(chain, names, name)
-    for term in terms_of(chain[0]) if chain and factor > 0 else ():
-        found = _facts_of_term(term, name) | found
+    return _facts_of_terms(terms_of(chain[0]), name) | found if chain and factor > 0 else found
+
+
+def _facts_of_terms(terms: list[list[Any]], name: str) -> dict[str, Any]:
+    """Those facts of the summands of a loss that are wrong whatever they are added to, of the first that has them.
+
+    What compares all outputs with one another beside the mean of an error is no slip: it keeps them apart.
+    """
+    told = [_facts_of_term(term, name) for term in terms]
+    has_error = any(_is_error(term) for term, one in zip(terms, told, strict=True) if "spread" not in one)
+    found: dict[str, Any] = {}
+    for one in told:
+        found = {kind: fact for kind, fact in one.items() if kind != "spread" or not has_error} | found
     return found
+
+
+def _is_error(chain: list[Any]) -> bool:
+    """Whether a summand is the mean of an error, as torch's losses or squares and absolute values are."""
+    plain = [one for one in chain if not is_view(name_of(one))][:2]
+    names = list(map(name_of, plain))
+    return bool(plain) and (_is_mean(plain[0], names) or names == ["MeanBackward", "PowBackward"])
 
 
 def _facts_of_term(chain: list[Any], name: str) -> dict[str, Any]:
