@@ -741,16 +741,18 @@ def test_views_are_those_of_the_last_step():
 
 @pytest.mark.parametrize("how", ["step", "remove"])
 def test_a_new_gradient_is_not_replaced_by_one_that_was_kept_from_a_step(how):
-    def fail(*args):
-        if fails:
-            fails.clear()
-            raise KeyboardInterrupt
-
     fails = [True]
+
+    class Fails(torch.optim.SGD):
+        def step(self, closure=None):
+            if fails:
+                fails.clear()
+                raise KeyboardInterrupt
+            super().step(closure)
+
     model = nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Fails(model.parameters(), lr=0.1)
     handle = gaff.clip_gradients(optimizer, norm=1.0, nonfinite="skip")
-    optimizer.register_step_pre_hook(fail)
     model(torch.full((1, 2), math.nan)).sum().backward()
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
@@ -1024,3 +1026,53 @@ def test_what_an_optimizer_no_longer_has_is_followed_no_more():
         assert held() is None
         kept(torch.ones(1, 2)).sum().backward()
         assert kept.weight.grad.abs().max().item() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("hooks", [1, 2])
+def test_gradients_are_clipped_behind_step_hooks_that_are_set_later(hooks):
+    model, calls = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def enlarged(optimizer, args, kwargs):
+        calls.append(1)
+        for parameter in model.parameters():
+            parameter.grad.mul_(10)
+
+    with gaff.clip_gradients(optimizer, norm=0.1, model=model) as clip:
+        handles = [optimizer.register_step_pre_hook(enlarged) for _ in range(hooks)]
+        before = dict(optimizer._optimizer_step_pre_hooks)
+        for step in range(3):
+            weights = [one.detach().clone() for one in model.parameters()]
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().sum().backward()
+            total = torch.cat([one.grad.flatten() for one in model.parameters()]).norm()
+            optimizer.step()
+            moved = torch.cat(
+                [(a - b.detach()).flatten() for a, b in zip(weights, model.parameters(), strict=True)]
+            ).norm()
+            assert float(moved) == pytest.approx(0.1, rel=1e-4)
+            assert clip.audit.rows[step].norm == pytest.approx(float(total) * 10**hooks, rel=1e-4)
+            assert dict(optimizer._optimizer_step_pre_hooks) == before
+    assert len(calls) == 3 * hooks
+    for handle in handles:
+        handle.remove()
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_later_step_hook_that_raises_leaves_nothing_of_ours_in_its_place():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def first(optimizer, args, kwargs):
+        raise RuntimeError("bang")
+
+    def second(optimizer, args, kwargs):
+        pass
+
+    with gaff.clip_gradients(optimizer, norm=0.1, model=model):
+        optimizer.register_step_pre_hook(first)
+        optimizer.register_step_pre_hook(second)
+        model(torch.randn(8, 4)).sum().backward()
+        with pytest.raises(RuntimeError, match="bang"):
+            optimizer.step()
+    assert list(optimizer._optimizer_step_pre_hooks.values()) == [first, second]

@@ -30,6 +30,7 @@ from gaff.compat.modes import frames_from
 from gaff.engine.gradients.sharded import ShardedGradient
 from gaff.engine.gradients.tensor_hooks import on_gradient, take_turn
 from gaff.engine.process.group_counts import GroupCounts, counted
+from gaff.engine.process.last_hook import LastPreHook
 
 _GUARDS: WeakKeyDictionary[Any, WeakSet[StepGuard]] = WeakKeyDictionary()  # open ones, by optimizer
 _TELLS: WeakSet[Any] = WeakSet()  # optimizers whose ``found_inf`` is a guard's, during a step
@@ -127,10 +128,10 @@ class StepGuard:
         self.has_moved = False  # some step has changed parameters before it evaluated its closure
 
     def open(self) -> None:
-        """Register the hooks on the optimizer; those that it has already are called before them."""
+        """Register the hooks on the optimizer; those of others come first, before a step also those set later."""
         _GUARDS.setdefault(self._optimizer, WeakSet()).add(self)
         self._handles.callback(self._restore)  # whatever an exception left
-        self._handles.callback(self._optimizer.register_step_pre_hook(never_traced(self._pre)).remove)
+        self._handles.callback(LastPreHook(self._optimizer, self._pre).remove)
         self._handles.callback(self._optimizer.register_step_post_hook(never_traced(self._post)).remove)
 
     def close(self) -> None:
