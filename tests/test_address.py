@@ -116,6 +116,11 @@ def test_what_a_pattern_matches(pattern, path, fits):
     [
         ("", "address '' is empty"),
         ("fc1:gradinput", "no port 'gradinput': expected one of .*; did you mean ':grad_input'?"),
+        ("fc1:output_grad", "did you mean ':grad_output'?"),
+        ("fc1:weight", "a parameter is part of the path, 'fc1.weight:param'"),
+        ("fc1:bias:grad", "a parameter is part of the path, 'fc1.bias:grad'"),
+        (":output[h]:grad", "a port comes once, ahead of its key: expected ':grad_output.h.'"),
+        ("fc1[0][x]:grad_input", "a port comes once, ahead of its key: expected 'fc1:grad_input.0..x.'"),
         ("fc1:output:input", "cannot be read from ':input' on: expected 'path <Class> /op#k @call :port"),
         ("a..b", "has an empty name at character 2"),
         ("a.", "has an empty name at character 2"),

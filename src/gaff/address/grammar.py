@@ -145,14 +145,19 @@ def parse(text: str) -> Address:
     cls, at = _read_class(text, at)
     op, op_index, at = _read_op(text, at)
     call, at = _read_call(text, at)
-    port, at = _read_port(text, at)
-    key, at = _read_keys(text, at)
+    port, key_at = _read_port(text, port_at := at)
+    key, at = _read_keys(text, key_at)
     if at != len(text):
         if port == WEIGHTS and text[at] == ":":
             raise SiteError(
                 f"address {text!r}: :{WEIGHTS} have no {text[at:]}, fused attention never makes them: expected "
                 f"attention written out, which has them as /softmax{text[at:]}"
             )
+        again = _PORT.match(text, at)
+        if key and again and again.group(1) in PORTS:
+            told = "grad_output" if again.group(1) == "grad" else again.group(1)
+            meant = f"{text[:port_at]}:{told}{text[key_at:at]}{text[again.end() :]}"
+            raise SiteError(f"address {text!r}: a port comes once, ahead of its key: expected {meant!r}")
         raise SiteError(
             f"address {text!r} cannot be read from {text[at:]!r} on: expected 'path <Class> /op#k @call :port [key]' "
             "in this order; other characters in a name go in backticks"
@@ -212,6 +217,7 @@ def nearest(wanted: str, names: Sequence[str], count: int = 3) -> list[str]:
     The least similarity, 0.6, is the default of ``difflib.get_close_matches``.
     """
     close = get_close_matches(wanted, names, n=count, cutoff=0.6)
+    close = close or [name for name in names if name.lower() == wanted.lower()]
     last = wanted.rpartition(".")[2]
     tails = [name for name in names if last and last in name.split(".") and name not in close]
     return (close + tails)[:count]
@@ -272,6 +278,11 @@ def _read_call(text: str, at: int) -> tuple[int | None, int]:
     return (int(found.group(1)), found.end()) if found else (None, at)
 
 
+_PARAMETERS = ("weight", "bias")
+_MEANT = {"output_grad": "grad_output", "gradient": "grad_output", "grad_out": "grad_output", "out": "output",
+          "activation": "output"}  # fmt: skip
+
+
 def _read_port(text: str, at: int) -> tuple[str, int]:
     """The word after ``:``, or ``output`` where there is none. Raises SiteError for a port that does not exist."""
     found = _PORT.match(text, at)
@@ -279,7 +290,12 @@ def _read_port(text: str, at: int) -> tuple[str, int]:
         return OUTPUT, at
     port = found.group(1)
     if port not in PORTS:
-        near = "".join(f"; did you mean ':{name}'?" for name in get_close_matches(port, PORTS, n=1))
+        if port in _PARAMETERS:
+            meant = f"{text[:at]}.{port}{text[found.end() :]}"
+            meant += "" if text[found.end() :].startswith(":") else ":param"
+            raise SiteError(f"address {text!r} has no port {port!r}: a parameter is part of the path, {meant!r}")
+        meant_port = [_MEANT[port]] if port in _MEANT else get_close_matches(port, PORTS, n=1)
+        near = "".join(f"; did you mean ':{name}'?" for name in meant_port)
         raise SiteError(f"address {text!r} has no port {port!r}: expected one of {', '.join(PORTS)}{near}")
     return port, found.end()
 

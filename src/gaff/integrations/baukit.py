@@ -196,7 +196,7 @@ def _editing(function: Callable[..., Any], layer: str) -> Callable[[Tensor], Any
         return lambda output: function(output.clone())
     if "inputs" in parameters:
         raise PlanError("edit_output asks for inputs=, which is not told here: expected a function of output, or of "
-                        "output and layer; gaff.edits.with_event gives an edit of an op its arguments")  # fmt: skip
+                        "output and layer; gaff.capture(model, 'layer:input') beside it keeps them")  # fmt: skip
     places = [one for one in parameters.values() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     given = {"layer": layer} if "layer" in parameters else {}
     if "output" in parameters and parameters["output"].kind is not Parameter.POSITIONAL_ONLY:
