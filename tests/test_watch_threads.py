@@ -1,6 +1,5 @@
 """A watch follows the thread that trains, whatever other threads do before it, beside it and after it."""
 
-import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gaff
+
+LEFT_OUT = "steps that optimizers made on other threads than the one that trains are not counted"
 
 
 def _epoch(model, optimizer, losses, steps=20):
@@ -68,22 +69,64 @@ def test_epochs_on_threads_one_after_the_other_are_one_training(tmp_path):
     assert record.notes == []
 
 
-def test_epochs_on_a_pool_lose_one_step_for_each_thread_and_say_so(tmp_path):
+def test_steps_on_other_threads_of_a_pool_are_left_out_and_counted(tmp_path):
     model, losses = nn.Linear(4, 3), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    at_once = threading.Barrier(2)
+    at_once, seen = threading.Barrier(2), []
     with ThreadPoolExecutor(2) as pool, gaff.watch(model, optimizer, out=tmp_path / "run"):
         both = [pool.submit(lambda: (at_once.wait(), threading.get_ident())[1]) for _ in range(2)]
-        first = {one.result() for one in both}
-        assert len(first) == 2
-        seen = []
+        assert len({one.result() for one in both}) == 2
         for _ in range(6):
             pool.submit(lambda: (seen.append(threading.get_ident()), _epoch(model, optimizer, losses))).result()
-    moves = sum(one != other for one, other in itertools.pairwise(seen))
+    others = 20 * sum(one != seen[0] for one in seen)
     record = gaff.load(tmp_path / "run")
-    assert record.steps == 120 - moves
-    what = "steps that optimizers made on other threads than the one that trains are not counted"
-    assert record.notes == ([f"{what}: {moves}"] if moves else [])
+    assert record.steps == 120 - others
+    assert record.notes == ([f"{LEFT_OUT}: {others}"] if others else [])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_server_that_runs_a_frozen_model_beside_the_training_notices_nothing(tmp_path):
+    model, losses, errors = nn.Linear(4, 3), [], []
+    frozen = torch.jit.freeze(torch.jit.script(nn.Linear(4, 3).eval()))
+    over = threading.Event()
+
+    def serve():
+        while not over.is_set():
+            try:
+                frozen(torch.randn(2, 4))
+            except AttributeError as error:
+                errors.append(error)
+
+    with gaff.watch(out=tmp_path / "run", every=1):
+        thread = threading.Thread(target=serve)
+        thread.start()
+        _epoch(model, torch.optim.SGD(model.parameters(), lr=0.1), losses, 200)
+        over.set()
+        thread.join()
+    assert not errors
+    assert gaff.load(tmp_path / "run").scalar("loss").values == pytest.approx(losses)
+
+
+def test_two_trainings_that_begin_at_once_do_not_mix(tmp_path):
+    nets, losses = [nn.Linear(4, 3) for _ in range(2)], [[], []]
+    begin = threading.Barrier(2)
+
+    def train(at):
+        begin.wait()
+        _epoch(nets[at], torch.optim.Adam(nets[at].parameters(), lr=0.01), losses[at], 300)
+
+    with gaff.watch(out=tmp_path / "run"):
+        threads = [threading.Thread(target=train, args=(at,)) for at in range(2)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    record = gaff.load(tmp_path / "run")
+    assert not [one.rule for one in record.findings if one.rule == "stepped_again"]
+    [note] = record.notes
+    assert record.steps + int(note.removeprefix(f"{LEFT_OUT}: ")) == 600
+    told = [one for name in record.scalars if name.startswith("loss:") for one in record.scalar(name).values]
+    assert any(told[-100:] == pytest.approx(one[-100:]) for one in losses)
 
 
 def test_of_two_that_train_side_by_side_the_first_is_watched_and_the_other_counted(tmp_path):
@@ -109,4 +152,4 @@ def test_of_two_that_train_side_by_side_the_first_is_watched_and_the_other_count
         thread.join()
     record = gaff.load(tmp_path / "run")
     assert record.scalar("loss").values == pytest.approx(losses)
-    assert record.notes == ["steps that optimizers made on other threads than the one that trains are not counted: 10"]
+    assert record.notes == [f"{LEFT_OUT}: 10"]

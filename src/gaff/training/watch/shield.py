@@ -52,10 +52,14 @@ class Shield:
     def is_of_mine(self, module: nn.Module, inside: nn.Module | None = None) -> bool:
         """As ``is_mine``, of a module that is about to run: where it trains, and is ``inside`` no other, its thread may
         become the one that trains."""
-        if self.is_mine():
+        is_mine = self.is_mine()
+        if is_mine and self.thread.has_trained:
             return True
-        is_training = inside is None and module.training and torch.is_grad_enabled()
-        return is_training and autograd.backward_task() == -1 and self._comes_here(is_step=False)
+        is_training = inside is None and getattr(module, "training", False) and torch.is_grad_enabled()  # frozen: none
+        if is_mine and is_training:
+            self.thread.has_trained = True
+        is_first = is_training and not is_mine and autograd.backward_task() == -1
+        return is_mine or (is_first and self._comes_here(is_step=False))
 
     def _comes_here(self, *, is_step: bool) -> bool:
         """Whether this thread, on which a model or an optimizer is about to train, becomes the one that trains."""

@@ -17,18 +17,16 @@ class _Mark:
 class TrainingThread:
     """The thread that trains, as far as is known: the first that is seen, until another one is seen to train.
 
-    A thread may call a model, load data or save before another one trains. A thread that has run a backward pass or an
-    optimizer's step keeps its place for as long as it lives, unless another one makes two steps between which nothing
-    at all came from it: epochs may run on threads of a pool, one after the other, while of two that train side by side
-    only the first is watched.
+    A thread may call a model, load data or save before another one trains. A thread that has run a model in training
+    mode, a backward pass or an optimizer's step keeps its place for as long as it lives: of two that train side by side
+    only the first is watched, and what belongs to the other is never touched, which may free it at any moment.
     """
 
     def __init__(self) -> None:
         self._here = threading.local()  # holds the mark of the thread on which it is read
         self._mark: weakref.ref[_Mark] | None = None  # of the one that trains; it ends with its thread
-        self._has_trained = False
+        self.has_trained = False  # run a model in training mode, a backward pass, or an optimizer's step
         self._steps_elsewhere = 0
-        self._other = 0  # the one that made the latest of those, if nothing has come from the one that trains since
 
     def is_this(self) -> bool:
         """Whether this is the thread that trains; the first one that asks is, for now."""
@@ -36,36 +34,26 @@ class TrainingThread:
             return False
         if self._mark is None:
             self._put_mark()
-        if not self._is_marked():
-            return False
-        self._other = 0
-        return True
+        return self._is_marked()
 
     def may_be_this(self) -> bool:
         """As ``is_this``, for what does not train, such as saving: it makes no thread the one that trains."""
         return threading.get_ident() not in OWN_THREADS and (self._mark is None or self._is_marked())
 
-    def trains(self) -> None:
-        """This thread has run a backward pass, or an optimizer's step."""
-        self._has_trained = True
-
     def moves_here(self, *, is_step: bool = False) -> bool:
         """Whether this thread, which is not the one that trains, becomes it: it is about to run a model in training
         mode, or an optimizer is about to step on it (``is_step``)."""
-        here = threading.get_ident()
-        if self._mark is None or self._is_marked() or here in OWN_THREADS:
+        if self._mark is None or self._is_marked() or threading.get_ident() in OWN_THREADS:
             return False
-        if self._mark() is None or not self._has_trained or (is_step and self._other == here):
+        if self._mark() is None or not self.has_trained:
             self._put_mark()
             return True
-        if is_step:
-            self._other = here
-            self._steps_elsewhere += 1
+        self._steps_elsewhere += is_step
         return False
 
     def _put_mark(self) -> None:
         self._here.mark = mark = _Mark()
-        self._mark, self._other, self._has_trained = weakref.ref(mark), 0, False
+        self._mark, self.has_trained = weakref.ref(mark), False
 
     def _is_marked(self) -> bool:
         mark = getattr(self._here, "mark", None)

@@ -200,7 +200,7 @@ class Watcher:
         owned = [(at, loss, self._batches.whose(self._models, loss)) for at, loss in _scalars(losses)]
         if owned and all(whose is None for *_, whose in owned):
             return
-        self.shield.thread.trains()
+        self.shield.thread.has_trained = True
         self._enter(LoopEvent.BACKWARD_BEGINS)
         self._alone.backward_begins()
         sampled = self._looks.backward_begins()
@@ -218,7 +218,7 @@ class Watcher:
         self._calls.left_model()
         if self._steps.optimizers.leaves_out(optimizer):
             return
-        self.shield.thread.trains()
+        self.shield.thread.has_trained = True
         if self._steps.has_stepped(optimizer):
             self._complete()
         self._enter(LoopEvent.CLOSURE_BEGINS if has_closure else LoopEvent.STEP_BEGINS)
