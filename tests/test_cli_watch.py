@@ -268,7 +268,7 @@ def test_a_script_that_starts_another_training_is_told_by_its_own(order, tmp_pat
         "        optimizer.step()\n"
         f"if len(sys.argv) == 1 and {order == 'before'}:\n"
         "    subprocess.run([sys.executable, __file__, 'helper'], check=True)\n"
-        "train(0.1, 20) if len(sys.argv) == 1 else train(0.01, 30)\n"
+        "train(0.1, 20) if len(sys.argv) == 1 else train(0.01, 10)\n"
     )
     run = tmp_path / "run"
     assert main(["watch", "--out", str(run), "--plain", "--", sys.executable, str(file)]) == 0

@@ -122,3 +122,18 @@ def test_what_is_trained_by_hand_after_the_optimizers_last_step_is_no_step(tmp_p
     record = gaff.load(tmp_path / "run")
     assert record.scalar("loss").values == pytest.approx(losses[:10])
     assert record.notes[0].startswith("20 backward passes came after the last step of an optimizer that counts")
+
+
+def test_a_given_optimizer_of_what_is_no_models_keeps_its_place(tmp_path):
+    net, delta = Net(), torch.zeros(4, requires_grad=True)
+    given, other = torch.optim.SGD([delta], lr=0.1), torch.optim.SGD(net.parameters(), lr=0.001)
+    with gaff.watch(net, given, out=tmp_path / "run"):
+        for _ in range(12):
+            for one in (given, other):
+                one.zero_grad()
+            net(torch.randn(16, 4) + delta).square().mean().backward()
+            for one in (given, other):
+                one.step()
+    record = gaff.load(tmp_path / "run")
+    assert record.steps == 12
+    assert set(record.scalar("lr").values) == {0.1}

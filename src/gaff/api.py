@@ -186,9 +186,7 @@ def anatomy(module: nn.Module, /, *inputs: Any, **keywords: Any) -> Anatomy:
     Backward starts from the sum of the outputs' floating elements. Raises PlanError where there is no graph.
     """
     from gaff.inspection.explanation import explain
-    from gaff.inspection.keywords import need_models_own
 
-    need_models_own(module, keywords, ())
     return explain(module, inputs, keywords)
 
 

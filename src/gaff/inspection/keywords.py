@@ -12,24 +12,20 @@ from torch import nn
 from gaff.address.resolve import unwrap
 from gaff.errors import PlanError
 
-_OF_OTHERS = ("depth", "patterns", "backward", "flops", "ops", "pictures", "names")  # of these functions and their like
-
 
 def need_models_own(model: nn.Module, given: Mapping[str, Any], options: Iterable[str]) -> None:
-    """Raise PlanError for a keyword that is nearly one of ``options``, or one of a function like this one, where the
-    model's forward names none like it and takes any."""
+    """Raise PlanError for a keyword that is nearly one of ``options``, where the model's forward names what it takes,
+    not this, and takes any other. A forward that names nothing may be given anything."""
     try:
         own = signature(unwrap(model).forward).parameters
     except (TypeError, ValueError, AttributeError):  # written in C++, or no module, as is told later
         return
-    if not any(one.kind is Parameter.VAR_KEYWORD for one in own.values()):
-        return  # the model itself refuses it
+    kinds = [one.kind for one in own.values()]
+    if Parameter.VAR_KEYWORD not in kinds or not set(kinds) - {Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL}:
+        return  # the model itself refuses it, or hands on what it is given
     known = tuple(options)
     for name in (name for name in given if name not in own):
-        near = get_close_matches(name, (*known, *_OF_OTHERS), 1, 0.8)
+        near = get_close_matches(name, known, 1, 0.8)
         if near:
-            meant = "".join(f"{one}=, or " for one in (near if near[0] in known else known))
-            raise PlanError(
-                f"{name}= is no option here, and the model would pass over it: "
-                f"expected {meant}a keyword that its forward names"
-            )
+            raise PlanError(f"{name}= is no option here, and the model would pass over it: expected {near[0]}=, or a "
+                            "keyword that its forward names")  # fmt: skip

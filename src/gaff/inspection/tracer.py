@@ -279,7 +279,8 @@ def _tied(model: nn.Module) -> Iterator[str]:
 def _run_backward(backward: Backward, output: Any, log: CallLog, known: list[Tensor]) -> None:
     """Call the user's function on the output, and run backward from the loss that it returns.
 
-    Leaves that are not ``known``, of which the trace tells nothing, have the gradients afterwards that they had.
+    Leaves that are not ``known``, of which the trace tells nothing, have the gradients afterwards that they had; where
+    the function runs backward itself, those behind the model's output alone.
 
     A function that returns None has run backward itself. Passes that the model ran in its forward (forces, as the
     gradient of an energy) or the function before it returned the loss (a penalty) are not told. Raises PlanError for

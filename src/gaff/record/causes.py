@@ -465,10 +465,12 @@ def _has_learned(case: RunCase, jump: float = 1.0) -> bool:
 
 
 def _is_of_one_of_several(case: RunCase) -> bool:
-    """Whether one of several optimizers has a learning rate of zero at nearly every look: the rates that are known of
-    each step are those of another."""
+    """Whether one of several optimizers has a learning rate of zero at nearly every look, and the loss does not fall:
+    the rates that are known of each step are those of another. What is frozen in this way is no fault."""
     zero = case.found("lr_zero")
-    return case.optimizers > 1 and zero is not None and zero.share > 0.9 and not zero.is_over
+    is_always = zero is not None and zero.share > 0.9 and not zero.is_over
+    has_fallen = case.loss is not None and 0 < case.loss[1].last < 0.5 * case.loss[1].first
+    return case.optimizers > 1 and is_always and not has_fallen
 
 
 def _has_rates(case: RunCase) -> bool:

@@ -1,8 +1,8 @@
 """Which processes of a run worked together, and which of them failed first. Needs no torch.
 
 One command may start several groups of processes: a sweep, or a launcher that begins again after a failure. Each has a
-rank 0, and what is compared or put together is of one group. A process that trains and was started by another one that
-trains, such as a script for another model, is a helper: a group of its own.
+rank 0, and what is compared or put together is of one group. Of a process that trains and one that it has started to
+train something else the one with fewer steps is a helper: a group of its own.
 """
 
 from __future__ import annotations
@@ -34,9 +34,16 @@ def groups(parts: Sequence[RankPart]) -> list[list[RankPart]]:
 
 
 def helpers(parts: Sequence[RankPart]) -> list[RankPart]:
-    """The processes that train by themselves and were started by another one that does, in the order of their ranks."""
+    """The processes that train by themselves beside another one that started them, or that they have started, and that
+    has made more steps: what the command is about. Of as many steps the one that was started is the helper."""
     alone = [one for one in parts if one.trains and not _world(one)] if len(parts) > 1 else []
-    return [one for one in alone if any(one.was_started_by(other) for other in alone if other is not one)]
+    return [one for one in alone if any(_helps(one, other) for other in alone if other is not one)]
+
+
+def _helps(one: RankPart, other: RankPart) -> bool:
+    if one.was_started_by(other):
+        return one.length <= other.length
+    return other.was_started_by(one) and one.length < other.length
 
 
 def _world(part: RankPart) -> int:

@@ -108,6 +108,11 @@ class RankPart:
         """Whether an optimizer has stepped in this process so far."""
         return "lr" in self.logged
 
+    @property
+    def length(self) -> int:
+        """How many steps the log tells one by one."""
+        return len(self.logged.get("step", ()))
+
     def was_started_by(self, other: RankPart) -> bool:
         """Whether this process was begun by another one of the command, or by one that had been; as both have told."""
         begun, theirs = self.latest("begin") or {}, (other.latest("begin") or {}).get("process")

@@ -101,8 +101,8 @@ class Record:
     def groups(self) -> list[list[int]]:
         """The ranks of the processes that worked together, one list for each group that one command began.
 
-        A process that trains something else and was started by one that trains is a group of its own; such ones come
-        first.
+        Where a process has started another one, and both train by themselves, that with fewer steps is a group of its
+        own; such ones come first.
         """
         return [[part.rank for part in group] for group in groups(self._parts)]
 

@@ -59,10 +59,10 @@ def loss_sign(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.5,
 )
 def broadcast(sample: Sample, past: Past) -> Iterator[Hit]:
-    """mse_loss, l1_loss, smooth_l1_loss or huber_loss that is given shapes which broadcast to a larger one, or a target
-    of [batch, batch] for one output for each example; or a loss by hand that is the mean or sum of squares or absolute
-    values, alone or with other terms and factors, of a difference of [batch, batch] which was made of [batch, 1] or
-    [batch]. Not pairs within an example, as of quantiles or of points. Certain."""
+    """mse_loss, l1_loss, smooth_l1_loss or huber_loss that is given shapes which broadcast to a larger one, or a loss
+    by hand that is the mean or sum of squares or absolute values, alone or with other terms and factors, of a
+    difference of [batch, batch] which was made of [batch, 1] or [batch]. Not pairs within an example, as of quantiles
+    or of points. Certain."""
     spread = sample.facts.get("spread")
     if spread and spread["made"][0] == sample.facts.get("batch"):
         told = f"the loss {spread['loss']!r} takes targets from outputs of shape {list(spread['output'])}"
@@ -72,8 +72,7 @@ def broadcast(sample: Sample, past: Past) -> Iterator[Hit]:
     for one in sample.facts.get("targets", ()):
         shapes = one["output"], one["shape"]
         is_joined = shapes[0] != shapes[1] and _joined_size(*shapes) > max(map(_size, shapes))
-        is_joined = is_joined and not _pairs_inside(*shapes)
-        if one["function"] in _PAIRWISE and (is_joined or _is_made_of_pairs(*shapes, sample.facts.get("batch"))):
+        if one["function"] in _PAIRWISE and is_joined and not _pairs_inside(*shapes):
             told = (
                 f"{one['function']} is given outputs of shape {list(shapes[0])} and targets of shape {list(shapes[1])}"
             )
@@ -285,11 +284,6 @@ def _size(shape: tuple[int, ...]) -> int:
     for one in shape:
         size *= one
     return size
-
-
-def _is_made_of_pairs(output: tuple[int, ...], target: tuple[int, ...], batch: Any) -> bool:
-    """Whether a target of [batch, batch] meets one output for each example: it was made of [batch, 1] and [batch]."""
-    return len(target) == 2 and target[0] == target[1] == batch != 1 and output in ((batch, 1), (batch,))
 
 
 def _pairs_inside(one: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -222,7 +222,9 @@ def lr_zero(sample: Sample, past: Past) -> Iterator[Hit]:
             rates.setdefault((key[0], one.optimizer), []).append(one.lr)
     for (model, _), some in rates.items():
         if max(some) < 1e-12:
-            yield Hit((model, ""), lr=max(some), parameters=len(some))
+            told = "" if len(rates) == 1 else f"the learning rate of an optimizer of {model!r} is zero: {len(some)} "
+            more = "parameters do not change" if told else ""
+            yield Hit((model, ""), told + more, lr=max(some), parameters=len(some))
 
 
 @rule(

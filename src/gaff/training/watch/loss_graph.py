@@ -15,6 +15,7 @@ from gaff.training.watch.loss_terms import (
     factor_of,
     is_view,
     name_of,
+    taken_from,
     terms_of,
     without_smoothing,
 )
@@ -110,27 +111,38 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     if spread is not None:
         found["spread"] = {"loss": name, **spread}
     found |= both_ways(chain, names, name)
-    return _facts_of_terms(terms_of(chain[0]), name) | found if chain and factor > 0 else found
+    if chain and factor > 0:
+        found = _facts_of_terms(terms_of(chain[0]), taken_from(chain[0]), name) | found
+    return found
 
 
-def _facts_of_terms(terms: list[list[Any]], name: str) -> dict[str, Any]:
+def _facts_of_terms(terms: list[list[Any]], taken: list[list[Any]], name: str) -> dict[str, Any]:
     """Those facts of the summands of a loss that are wrong whatever they are added to, of the first that has them.
 
-    What compares all outputs with one another beside the mean of an error is no slip: it keeps them apart.
+    What compares all outputs with one another beside the mean of an error is no slip: it keeps them apart. Nor is what
+    compares them with all targets where such pairs are ``taken`` from it, as in the distance of two distributions.
     """
     told = [_facts_of_term(term, name) for term in terms]
     has_error = any(_is_error(term) for term, one in zip(terms, told, strict=True) if "spread" not in one)
+    has_error = has_error or any(map(_is_of_differences, taken))
     found: dict[str, Any] = {}
     for one in told:
         found = {kind: fact for kind, fact in one.items() if kind != "spread" or not has_error} | found
     return found
 
 
+def _is_of_differences(chain: list[Any]) -> bool:
+    """Whether a chain is a mean or sum by hand of squares or absolute values of differences."""
+    names = [
+        name for one in chain if not is_view(name := name_of(one)) and name not in ("SqrtBackward", "NormBackward")
+    ]
+    return len(names) > 2 and all(name in kinds for name, kinds in zip(names, _BY_HAND, strict=False))
+
+
 def _is_error(chain: list[Any]) -> bool:
-    """Whether a summand is the mean of an error, as torch's losses or squares and absolute values are."""
-    plain = [one for one in chain if not is_view(name_of(one))][:2]
-    names = list(map(name_of, plain))
-    return bool(plain) and (_is_mean(plain[0], names) or names == ["MeanBackward", "PowBackward"])
+    """Whether a summand is the mean of an error: one of torch's losses, or of differences by hand."""
+    first = next((name for one in chain if not is_view(name := name_of(one))), "")
+    return first in _MEANS or _is_of_differences(chain)
 
 
 def _facts_of_term(chain: list[Any], name: str) -> dict[str, Any]:

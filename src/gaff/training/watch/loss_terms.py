@@ -70,6 +70,23 @@ def terms_of(node: Any) -> list[list[Any]]:
     return [] if is_one else found
 
 
+def taken_from(node: Any) -> list[list[Any]]:
+    """The chains of what is subtracted in a loss, at most 32, each without the numbers that it is multiplied by."""
+    found: list[list[Any]] = []
+    waiting = deque([node])
+    while waiting and len(found) < _MOST_TERMS:
+        node = waiting.popleft()
+        while factor_of(node) is not None:
+            node = node.next_functions[0][0]
+        if name_of(node) == "SubBackward":
+            taken = node.next_functions[1][0] if len(node.next_functions) > 1 else None
+            while taken is not None and factor_of(taken) is not None:
+                taken = taken.next_functions[0][0]
+            found += [chain_of(taken)] if taken is not None else []
+        waiting += _summed_by(node)
+    return found
+
+
 def _summed_by(node: Any) -> list[Any]:
     """The nodes of what one adds up: two terms, or a list of them (``torch.stack(losses).sum()``); of a difference that
     of which something is taken."""

@@ -187,7 +187,7 @@ class ModelCalls:
 
         A known model's call has been noted by ``_called`` before this hook runs, so that ``_inside`` is not None then.
         """
-        if not self._shield.is_open or not self._shield.is_of_mine(module, inside=self._inside):
+        if not self._shield.is_open or not self._shield.is_of_mine(module, self._inside):
             return
         room = stack_room.widen(FRAMES)
         self._forget_raised(is_hook=True)

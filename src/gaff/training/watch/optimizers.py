@@ -87,6 +87,9 @@ class Optimizers:
 
     def _replaces(self, optimizer: Any, other: Any, mine: set[int]) -> bool:
         """Whether parameters of a model, which ``other`` owned, have been replaced, and ``optimizer`` owns the rest."""
+        known = self._made_by.get(other)
+        if known is None or not known.named:
+            return False  # it never owned any
         self._models.reread()
         left = [one for _, one in parameters_of(other) if self._models.name_of(one) is not None]
         has_lost = len(left) < sum(1 for _ in parameters_of(other))

@@ -55,6 +55,7 @@ class Shield:
         is_mine = self.is_mine()
         if is_mine and self.thread.has_trained:
             return True
+        inside = inside if self.thread.has_trained else None  # of a thread that does not train
         is_training = inside is None and getattr(module, "training", False) and torch.is_grad_enabled()  # frozen: none
         if is_mine and is_training:
             self.thread.has_trained = True
