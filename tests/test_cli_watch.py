@@ -252,6 +252,7 @@ def test_where_an_encoding_has_no_boxes_the_report_is_plain(encoding, is_plain, 
     assert ("\u2588".encode() in told) is not is_plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "between"])
 def test_a_script_that_starts_another_training_is_told_by_its_own(order, tmp_path, capfd):
     file = tmp_path / "main.py"

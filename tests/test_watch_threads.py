@@ -84,6 +84,7 @@ def test_steps_on_other_threads_of_a_pool_are_left_out_and_counted(tmp_path):
     assert record.notes == ([f"{LEFT_OUT}: {others}"] if others else [])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_server_that_runs_a_frozen_model_beside_the_training_notices_nothing(tmp_path):
     model, losses, errors = nn.Linear(4, 3), [], []
