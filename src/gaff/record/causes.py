@@ -63,7 +63,7 @@ def claims(case: RunCase) -> list[Claim]:
         case = case.without("symmetric_units")
     if case.is_range_test:
         return []
-    if _has_rates(case) and not _is_of_one_of_several(case):
+    if _has_rates(case) and not case.has_zero_rate_in_part:
         case = case.without("lr_zero")
     written = case.found("written_back")
     if written is not None and written.share <= 0.5:  # an inner loop, or slow weights every few steps (Lookahead)
@@ -462,15 +462,6 @@ def _has_learned(case: RunCase, jump: float = 1.0) -> bool:
     return bool(curve.values) and curve.last < (0.8 if jump < 100 else 0.3) * min(
         curve.start, case.guess.get(name, math.inf)
     )
-
-
-def _is_of_one_of_several(case: RunCase) -> bool:
-    """Whether one of several optimizers has a learning rate of zero at nearly every look, and the loss does not fall:
-    the rates that are known of each step are those of another. What is frozen in this way is no fault."""
-    zero = case.found("lr_zero")
-    is_always = zero is not None and zero.share > 0.9 and not zero.is_over
-    has_fallen = case.loss is not None and 0 < case.loss[1].last < 0.5 * case.loss[1].first
-    return case.optimizers > 1 and is_always and not has_fallen
 
 
 def _has_rates(case: RunCase) -> bool:

@@ -91,6 +91,15 @@ class RunCase:
         """The first finding of one of these rules, in the order of the rules; None where there is none."""
         return next((one for rule in rules for one in self.findings if one.rule == rule), None)
 
+    @property
+    def has_zero_rate_in_part(self) -> bool:
+        """Whether one of several optimizers has a learning rate of zero at nearly every look, and the loss does not
+        fall: the rates that are known of each step are those of another. What is frozen in this way is no fault."""
+        zero = self.found("lr_zero")
+        is_always = zero is not None and zero.share > 0.9 and not zero.is_over
+        has_fallen = self.loss is not None and 0 < self.loss[1].last < 0.5 * self.loss[1].first
+        return self.optimizers > 1 and is_always and not has_fallen
+
     def without(self, rule: str) -> RunCase:
         """The same run without the findings of one rule."""
         return replace(self, findings=tuple(one for one in self.findings if one.rule != rule))

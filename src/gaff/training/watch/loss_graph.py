@@ -10,9 +10,13 @@ from torch import Tensor
 
 from gaff.compat.autograd import kept_by, nodes_behind, nodes_of, sequence_of
 from gaff.training.watch.loss_terms import (
+    BY_HAND,
+    MEANS,
     both_ways,
     chain_of,
     factor_of,
+    is_error,
+    is_of_differences,
     is_view,
     name_of,
     taken_from,
@@ -38,12 +42,6 @@ _AROUND_PICKED = {*_PICKED, "NegBackward", "MeanBackward", "SumBackward", "DivBa
                   "AddBackward", "ClampBackward", "ClampMinBackward"}  # fmt: skip
 _TURNS = {"TBackward", "TransposeBackward", "PermuteBackward", "NumpyTBackward", "MovedimBackward"}  # dimensions
 _ENDS = ("NegBackward", "MeanBackward", "LogBackward", "ClampBackward", "ClampMinBackward", "ClampMaxBackward")
-_MEANS = ("MseLossBackward", "SmoothL1LossBackward", "HuberLossBackward")  # that reduce by themselves
-_BY_HAND = (
-    ("MeanBackward", "SumBackward"),
-    ("PowBackward", "AbsBackward", "MulBackward"),
-    ("SubBackward", "RsubBackward"),
-)  # the nodes of a loss by hand, from its end
 _REDUCED = ("MeanBackward", "SumBackward", "LinalgVectorNormBackward", "NormBackward")
 _ONE_BY_ONE = (
     "PowBackward", "AbsBackward", "MulBackward", "DivBackward", "SqrtBackward", "AddBackward", "NegBackward",
@@ -123,26 +121,12 @@ def _facts_of_terms(terms: list[list[Any]], taken: list[list[Any]], name: str) -
     compares them with all targets where such pairs are ``taken`` from it, as in the distance of two distributions.
     """
     told = [_facts_of_term(term, name) for term in terms]
-    has_error = any(_is_error(term) for term, one in zip(terms, told, strict=True) if "spread" not in one)
-    has_error = has_error or any(map(_is_of_differences, taken))
+    has_error = any(is_error(term) for term, one in zip(terms, told, strict=True) if "spread" not in one)
+    has_error = has_error or any(map(is_of_differences, taken))
     found: dict[str, Any] = {}
     for one in told:
         found = {kind: fact for kind, fact in one.items() if kind != "spread" or not has_error} | found
     return found
-
-
-def _is_of_differences(chain: list[Any]) -> bool:
-    """Whether a chain is a mean or sum by hand of squares or absolute values of differences."""
-    names = [
-        name for one in chain if not is_view(name := name_of(one)) and name not in ("SqrtBackward", "NormBackward")
-    ]
-    return len(names) > 2 and all(name in kinds for name, kinds in zip(names, _BY_HAND, strict=False))
-
-
-def _is_error(chain: list[Any]) -> bool:
-    """Whether a summand is the mean of an error: one of torch's losses, or of differences by hand."""
-    first = next((name for one in chain if not is_view(name := name_of(one))), "")
-    return first in _MEANS or _is_of_differences(chain)
 
 
 def _facts_of_term(chain: list[Any], name: str) -> dict[str, Any]:
@@ -167,7 +151,7 @@ def teaches_targets(loss: Tensor) -> bool:
     """
     pairs = set[Any]()
     for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES):
-        if name_of(node) in _MEANS:
+        if name_of(node) in MEANS:
             ends = [kept_by(node, "self"), kept_by(node, "target")]
             known = [one for one in ends if type(one) is Tensor and one.numel() > 1]
             moved = [(one.device, one.data_ptr()) for one in known if one.requires_grad]
@@ -211,7 +195,7 @@ def _signed(number: int) -> int:
 
 def _is_mean(node: Any, names: list[str]) -> bool:
     """Whether a loss's own node takes the mean of an error, or of binary cross entropies, without weights."""
-    if names[0] in _MEANS or names[0].startswith("BinaryCrossEntropy"):
+    if names[0] in MEANS or names[0].startswith("BinaryCrossEntropy"):
         is_plain = kept_by(node, "weight") is None and kept_by(node, "pos_weight") is None
         return is_plain and getattr(node, "_saved_reduction", 0) == 1
     return names == ["MeanBackward", "AbsBackward"]
@@ -357,10 +341,10 @@ def _spread(chain: list[Any], *, is_meant_by: tuple[str, ...] = ()) -> dict[str,
             break
         node, reduced, is_first = waiting.pop()
         kind = name_of(node)
-        if reduced == 1 and kind in _BY_HAND[2] and (told := _squared(node, is_meant_by if is_first else _ALONE)):
+        if reduced == 1 and kind in BY_HAND[2] and (told := _squared(node, is_meant_by if is_first else _ALONE)):
             return told
         behind = [one for one, _ in node.next_functions if one is not None]
-        if is_view(kind) or kind in (*_REDUCED, *_ONE_BY_ONE) or (reduced and kind in _BY_HAND[2]):
+        if is_view(kind) or kind in (*_REDUCED, *_ONE_BY_ONE) or (reduced and kind in BY_HAND[2]):
             inner = behind if reduced else behind[:1]  # of terms that are added up later each is asked by itself
             waiting += [(one, reduced + (kind in _REDUCED), is_first and not at) for at, one in enumerate(inner)][::-1]
     return None
@@ -378,11 +362,11 @@ def _squared(node: Any, is_meant_by: tuple[str, ...]) -> dict[str, Any] | None:
     return {"output": given[0], "made": made}
 
 
-def _is_error_by_hand(chain: list[Any], names: list[str]) -> bool:
+def is_error_by_hand(chain: list[Any], names: list[str]) -> bool:
     """Whether a chain is a mean or sum of even powers, or absolute values, of a difference from something constant."""
     plain = [at for at, one in enumerate(names) if not is_view(one)][:3]
     told = [names[at] for at in plain]
-    if len(told) < 3 or any(one not in known for one, known in zip(told, _BY_HAND, strict=True)):
+    if len(told) < 3 or any(one not in known for one, known in zip(told, BY_HAND, strict=True)):
         return False
     power = getattr(chain[plain[1]], "_saved_exponent", 2) if told[1] == "PowBackward" else 2
     is_even = told[1] != "MulBackward" and power % 2 == 0
@@ -445,8 +429,8 @@ def _note_behind(one: str, chain: list[Any], name: str, found: dict[str, Any], *
     behind = next((other for other in others if not is_view(other)), "")
     if one.startswith(("NllLoss", "CtcLoss")) and behind != "LogSoftmaxBackward" and is_whole:
         found["nll"] = name
-    if behind in _BOUNDS and one in ("LogSoftmaxBackward", "BinaryCrossEntropyWithLogitsBackward", *_MEANS):
-        found["bounded"] = {"loss": name, "by": _BOUNDS[behind], "is_pairwise": one in _MEANS}
+    if behind in _BOUNDS and one in ("LogSoftmaxBackward", "BinaryCrossEntropyWithLogitsBackward", *MEANS):
+        found["bounded"] = {"loss": name, "by": _BOUNDS[behind], "is_pairwise": one in MEANS}
     inner = next((name_of(other) for other in chain if not _is_kept(other)), "")
     first, then = [*(other for other in others if not is_view(other)), "", ""][:2]
     if (one, inner) in _TWICE:
@@ -477,7 +461,7 @@ def _note_turned(chain: list[Any], names: list[str], factor: float, name: str, f
         _note_sign(["NegBackward", *names] if factor < 0 else names, name, found)
     is_turned = factor < 0 or names[:1] == ["NegBackward"]
     at = names[:1].count("NegBackward") if factor > 0 else 0
-    if is_turned and _is_error_by_hand(chain[at:], names[at:]):
+    if is_turned and is_error_by_hand(chain[at:], names[at:]):
         found["negated"] = {"loss": name, "of": "a mean or sum of squared or absolute differences"}
 
 

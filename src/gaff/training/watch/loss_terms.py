@@ -14,6 +14,12 @@ _VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "Squeeze
           "PermuteBackward", "UnsqueezeBackward", "ToCopyBackward", "CloneBackward", "IndexBackward", "SelectBackward",
           "SliceBackward", "IndexSelectBackward", "MaskedSelectBackward", "AliasBackward", "ExpandBackward",
           "AsStridedBackward", "SplitBackward", "SplitWithSizesBackward", "UnbindBackward")  # fmt: skip
+MEANS = ("MseLossBackward", "SmoothL1LossBackward", "HuberLossBackward")  # that reduce by themselves
+BY_HAND = (
+    ("MeanBackward", "SumBackward"),
+    ("PowBackward", "AbsBackward", "MulBackward"),
+    ("SubBackward", "RsubBackward"),
+)  # the nodes of a loss by hand, from its end
 
 
 def chain_of(node: Any) -> list[Any]:
@@ -135,3 +141,17 @@ def factor_of(node: Any) -> float | None:
 def is_view(name: str) -> bool:
     """Whether an autograd node of this name only passes values on, in another shape, order or type."""
     return name in _VIEWS
+
+
+def is_of_differences(chain: list[Any]) -> bool:
+    """Whether a chain is a mean or sum by hand of squares or absolute values of differences."""
+    names = [
+        name for one in chain if not is_view(name := name_of(one)) and name not in ("SqrtBackward", "NormBackward")
+    ]
+    return len(names) > 2 and all(name in kinds for name, kinds in zip(names, BY_HAND, strict=False))
+
+
+def is_error(chain: list[Any]) -> bool:
+    """Whether a summand is the mean of an error: one of torch's losses, or of differences by hand."""
+    first = next((name for one in chain if not is_view(name := name_of(one))), "")
+    return first in MEANS or is_of_differences(chain)
