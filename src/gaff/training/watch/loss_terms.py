@@ -94,8 +94,8 @@ def taken_from(node: Any) -> list[list[Any]]:
 
 
 def _summed_by(node: Any) -> list[Any]:
-    """The nodes of what one adds up: two terms, or a list of them (``torch.stack(losses).sum()``); of a difference that
-    of which something is taken."""
+    """The nodes of what one adds up: two terms, or a list of them (``torch.stack(losses).sum()``); of a difference
+    the one of which something is taken."""
     behind = [one for one, _ in node.next_functions if one is not None]
     if name_of(node) in ("SumBackward", "MeanBackward") and len(behind) == 1 and name_of(behind[0]) == "StackBackward":
         return [one for one, _ in behind[0].next_functions if one is not None]
