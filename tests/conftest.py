@@ -120,8 +120,8 @@ def _inside(request, monkeypatch):
         return
     if where in inside.SPREAD_OVER:
         setting = inside.spread(monkeypatch, where)
-    elif where in inside.DEVICES:
-        setting = inside.on_device(where)
+    elif where.startswith(inside.DEVICES):
+        setting = inside.on_device(where, monkeypatch)
     else:
         setting = inside.compiled(monkeypatch, where)
     with setting:

@@ -1,5 +1,6 @@
 """Tests whose models are all compiled (``pytest --inside aot_eager``), sharded (``--inside fsdp2``), replicated
-(``--inside ddp``) or on a default device (``--inside cuda``), and those that then mean something else, with the reason.
+(``--inside ddp``) or on a default device (``--inside cuda``; ``cuda:inductor`` compiles there), and those that then
+mean something else, with the reason.
 Sharded and replicated ones are run by torchrun, and each process runs the same tests."""
 
 import contextlib
@@ -28,8 +29,8 @@ NO_COPY = "torch makes such a module's class anew for each"
 NO_NUMBERS = "there is nothing to spread on the meta device"
 _BY_FUNCTION = "a compiled custom Function tells the gradients of its own backward, too, as further ones of these calls"
 COMPILED = {
-    "test_constants_that_are_written_to_between_runs": "directions that were written to are refused",
     "test_a_receipt_says_that_the_edit_raised[a:grad_output": "it raises while torch traces it",
+    "test_several_directions_that_are_written_to_between_runs": "they are refused: the graph holds what was made of them",
     "test_calls_that_come_back_in_reverse_are_told_apart": _BY_FUNCTION,
     "test_a_call_with_other_values_is_no_repetition": _BY_FUNCTION,
     "test_calls_whose_outputs_are_alike_are_told_apart_by_their_arguments": _BY_FUNCTION,
@@ -240,11 +241,14 @@ REPLICATED = {
 
 CONSTANTS = "it compares with tensors that were made on the CPU when its file was imported"
 REFERENCE = "what is written to later is refused there, unless a module works in place"
+OTHER_THREAD = "torch runs a device's backward passes on a thread of its own, where a forward's own pass is refused"
+BY_REFERENCE = "what a later session keeps is the module's own tensor there, which is no second one of the module"
 ARRAYS = "NumPy sees no memory of a GPU"
 AUTOCAST = "it switches on autocast of the CPU"
 KEPT = "it looks at how values of the CPU are kept"
 COPIED = "values of a model that works in place are copied there"
 PAST_TORCH = "there is no copy-on-write there that tells what is written past the version counter"
+SHARED = "readers share what is kept there"
 ONE_THREAD = "the device on which tests make their tensors is that of one thread"
 
 ON_GPU = {
@@ -252,7 +256,8 @@ ON_GPU = {
     "test_a_model_that_changes_the_parameter_in_its_forward_is_refused[past torch]": PAST_TORCH,
     "test_a_model_that_changes_the_parameter_in_its_forward_is_refused[by NumPy]": ARRAYS,
     "test_no_cross_talk": ONE_THREAD,
-    "test_what_is_read_can_be_written_into": "readers share what is kept there",
+    "test_what_is_read_can_be_written_into": SHARED,
+    "test_writes_do_not_stay": SHARED,
     "test_a_skipped_module_is_not_run[tensor]": CONSTANTS,
     "test_what_an_edit_may_not_return_is_refused_at_the_site[device]": "it is the other device there",
     "test_an_edit_does_what_the_same_change_by_hand_does[second": CONSTANTS,
@@ -273,11 +278,22 @@ ON_GPU = {
     "test_it_keeps_what_passed": REFERENCE,
     "test_gaff_is_right_or_says_why_not[values.output_that_the_caller_overwrites]": REFERENCE,
     "test_gaff_is_right_or_says_why_not[values.view_whose_base_changes_later]": REFERENCE,
+    "test_a_pass_that_a_forward_runs_itself_is_no_part_of_its_share[scale-False]": OTHER_THREAD,
+    "test_a_pass_that_a_forward_runs_itself_is_no_part_of_its_share[stop-False]": OTHER_THREAD,
+    "test_tensors_in_attributes_beside_are_told_by_their_own_address_only": REFERENCE,
+    "test_gradients_are_those_of_the_bare_run[module-options0]": REFERENCE,
+    "test_gradients_are_those_of_the_bare_run[module-options1]": REFERENCE,
+    "test_what_is_computed_from_a_kept_value_is_no_part_whoever_came_first[2:grad_input-False]": BY_REFERENCE,
+    "test_a_subclass_that_cannot_be_measured_is_refused": "torch's masked tensors do not bear a default device",
     "test_models_that_catch.py": CONSTANTS,
     "test_flops_of_functions_in_an_operator_and_of_what_has_no_shape": "it counts the operations of the CPU",
     "test_logits_that_are_closed_on_purpose_are_no_alarm": CONSTANTS,
     "test_share_corners.py": CONSTANTS,
     "test_everything_is_as_before": ARRAYS,
+}
+COMPILED_ON_GPU = {
+    "test_gaff_is_right_or_says_why_not[edits.edit_that_draws_numbers_under_a_checkpoint]": "so does torch by itself",
+    "test_infinities_of_one_small_float_in_another": "torch's own kernels there make other numbers of infinities",
 }
 
 
@@ -285,7 +301,9 @@ def why(nodeid, where):
     """Why a test means something else there; None where it means the same."""
     file_and_name = nodeid.rpartition("/")[2]
     name = file_and_name.partition("::")[2]
-    different = {"fsdp2": SHARDED, "ddp": REPLICATED, "cuda": ON_GPU, "cpu": {}}.get(where, COMPILED)
+    others = {"fsdp2": SHARDED, "ddp": REPLICATED, "cuda": ON_GPU, "cpu": {}}
+    different = {key: why for part in where.split(":") for key, why in others.get(part, COMPILED).items()}
+    different |= COMPILED_ON_GPU if where.startswith("cuda:") else {}
     found = (reason for part, reason in different.items() if name.startswith(part) or file_and_name.startswith(part))
     return next(found, None)
 
@@ -310,10 +328,12 @@ def compiled(monkeypatch, backend):
 
 
 @contextlib.contextmanager
-def on_device(where):
+def on_device(where, monkeypatch):
     """Tests make their models and their data there, but for what comes from numpy or names a device."""
-    torch.set_default_device(where)
-    yield
+    device, _, backend = where.partition(":")
+    torch.set_default_device(device)
+    with compiled(monkeypatch, backend) if backend else contextlib.nullcontext():
+        yield
     torch.set_default_device(None)
 
 

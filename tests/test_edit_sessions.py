@@ -455,7 +455,8 @@ def test_recurrent_weights_are_stood_in_for(build):
     with gaff.edit(model, {"weight_hh_l0:param": edits.scale(3.0)}):
         assert torch.equal(model(x)[0], other(x)[0])
     assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
-    assert not model._weights_have_changed()  # by which torch sees weights that were exchanged
+    if not x.is_cuda:  # where torch lays them out anew
+        assert not model._weights_have_changed()  # by which torch sees weights that were exchanged
 
 
 def test_the_weight_of_a_layer_that_is_never_called_is_stood_in_for():

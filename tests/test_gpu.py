@@ -87,6 +87,85 @@ def test_compiled_models_tell_the_same_with_cuda_graphs(mode):
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def graphed():
+    """A model with CUDA graphs, and a step of it with the loss times a number, after those that record the graphs."""
+    model, x = model_and_batch()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+
+    def step(factor, run=compiled):
+        model.zero_grad()
+        torch.compiler.cudagraph_mark_step_begin()
+        (factor * run(x * factor).square().mean()).backward()
+
+    for _ in range(3):
+        step(1.0)
+    yield model, compiled, step
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_graphs_that_are_replayed_tell_each_step(graphed):
+    model, compiled, step = graphed
+    sites = ["0", "1", "3", "1:grad_output", "3:grad_output", "2.weight:grad", "4.bias:grad"]
+    with gaff.capture(compiled, *sites) as got:
+        for number in range(1, 8):
+            step(float(number))
+    with torch.compiler.set_stance("force_eager"), gaff.capture(model, *sites) as want:
+        for number in range(1, 8):
+            step(float(number), model)
+    for site in sites:
+        assert len(got.all(site)) == 7
+        for one, other in zip(got.all(site), want.all(site), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_graphs_that_are_replayed_are_edited_at_each_step(graphed):
+    model, compiled, step = graphed
+    changes = {"1": gaff.edits.scale(0.5), "3:grad_output": gaff.edits.scale(2.0), "2.weight:grad": gaff.edits.scale(3)}
+
+    def gradients(run):
+        made = []
+        for number in range(1, 8):
+            step(float(number), run)
+            made += [one.grad.clone() for one in model.parameters()]
+        return made
+
+    with gaff.edit(compiled, changes) as changed:
+        got = gradients(compiled)
+    with torch.compiler.set_stance("force_eager"), gaff.edit(model, changes):
+        want = gradients(model)
+    assert [row.hits for row in changed.receipt.rows] == [7, 7, 7]
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_watch_and_a_guard_see_what_graphs_replay(graphed, tmp_path):
+    model, compiled, step = graphed
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for name, run in (("replayed", compiled), ("eager", model)):
+        stance = "default" if run is compiled else "force_eager"
+        with torch.compiler.set_stance(stance), gaff.watch(run, optimizer, every=1, out=tmp_path / name):
+            for number in range(1, 9):
+                step(float(number), run)
+                optimizer.step()
+                with torch.no_grad():
+                    [one.sub_(one.grad, alpha=-1e-3) for one in model.parameters()]  # back to where it was
+    replayed, eager = (Record(tmp_path / name) for name in ("replayed", "eager"))
+    for site in ("1", "3:grad_output", "2.weight:grad"):
+        one, other = (dict(record.series(site, "rms")) for record in (replayed, eager))
+        assert len(one) == 8
+        assert one == pytest.approx(other, rel=1e-2)
+    with gaff.guard(compiled):
+        for factor in (1.0, 1.0, 1.0, 1.0, float("nan")):
+            step(factor)
+            with pytest.raises(gaff.NonFiniteError) if factor != factor else contextlib.nullcontext():
+                optimizer.step()
+
+
 @pytest.mark.filterwarnings("ignore")  # a wait of the watch's own thread may be told after ``waits`` is over
 @pytest.mark.parametrize("kind", ["fused", "foreach", "scaled", "clipped"])
 def test_a_watched_step_waits_for_nothing(kind, tmp_path):

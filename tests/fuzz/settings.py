@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -281,6 +281,12 @@ def scaled(source: str) -> str:
     return source.replace("    seen = []", "    scaler, seen = torch.amp.GradScaler('cpu', init_scale=8.0), []")
 
 
+def on_device(source: str) -> str:
+    """Models, inputs and indices lie on a GPU."""
+    source = re.sub(r"return (Part\d+\(\))", r"return \1.cuda()", source)
+    return re.sub(r"(torch\.randn\(2, 4\)|torch\.tensor\(\[[^]]*\]\))", r"\1.cuda()", source)
+
+
 def checkpointed(model: nn.Module) -> nn.Module:
     """Blocks are recomputed by torch's hooks on them, as its trainers do it."""
     from torch.distributed._composable import checkpoint
@@ -327,6 +333,10 @@ SETTINGS: dict[str, Setting] = {
     "checkpoint": Setting("checkpoint", checkpointed),
     "amp": Setting("AMP", source=under_autocast, rtol=5e-2),
     "amp:scaler": Setting("AMP", source=scaled),
+    "cuda": Setting("GPU", source=on_device),
+    "cuda:aot_eager": replace(compiled(whole_model, backend="aot_eager"), source=on_device),
+    "cuda:inductor": replace(compiled(whole_model, backend="inductor"), source=on_device),
+    "cuda:graphs": replace(compiled(whole_model, backend="inductor", mode="reduce-overhead"), source=on_device),
 }  # fmt: skip
 
 

@@ -28,6 +28,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad att
 AS_PYTHON = pytest.mark.filterwarnings("ignore:gaff. not bitwise. a session keeps code eager, where torch.cond")
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_gradients_beside_an_edit_that_has_code_run_eagerly(is_first):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh())
+    x, told = torch.randn(2, 4), []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        capture, skip = gaff.capture(run, "*:grad_output"), gaff.edit(run, {"1": edits.skip()})
+        with contextlib.ExitStack() as stack:
+            for session in (capture, skip) if is_first else (skip, capture):
+                stack.enter_context(session)
+            run(x).square().sum().backward()
+        told.append([capture[site] for site in ("0:grad_output", "1:grad_output", "2:grad_output")])
+    assert all(map(torch.equal, *told))
+
+
 class Two(nn.Module):
     """Returns a tensor that it also uses."""
 

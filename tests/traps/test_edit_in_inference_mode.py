@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import gaff
-from gaff.edits import add, project, scale
+from gaff.edits import add, at, project, scale
 
 
 @torch.library.custom_op("gaff_traps::bump", mutates_args={"a"})
@@ -59,10 +59,33 @@ def test_constants_that_are_written_to_between_runs(mode):
             assert torch.equal(model(x), bare + 10)
         with gaff.edit(model, {"0": project(along)}):
             model(x)
-            along.copy_(torch.tensor([0.0, 0, 0, 1]))
+            along.data = along.data.roll(-1)
             new = model(x)
     assert new[:, 3].abs().max() < 1e-6
     assert torch.allclose(new[:, :3], bare[:, :3])
+
+
+@MODES
+@pytest.mark.parametrize("place", [None, gaff.keep.rows(0), torch.tensor([[True], [False]])], ids=str)
+def test_several_directions_that_are_written_to_between_runs(mode, place):
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    change = project if place is None else lambda directions: at(place, project(directions))
+    with mode():
+        bare, along = model(x), torch.eye(4)[:2]
+        with gaff.edit(model, {"0": change(along)}):
+            model(x)
+            along.data.copy_(torch.eye(4)[2:])  # past the version counter
+            new = model(x)
+    true = bare.clone()
+    true[: 2 if place is None else 1, 2:] = 0
+    assert torch.allclose(new, true, atol=1e-6)
+
+
+def test_one_direction_of_any_size_spans_a_line():
+    for size in (1e-300, 5e-324, 1.0, 1e300):
+        model, x = nn.Identity(), torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+        with gaff.edit(model, {":output": project(torch.tensor([size, 0.0], dtype=torch.float64))}):
+            assert model(x).tolist() == [[0.0, 4.0]]
 
 
 @MODES

@@ -59,8 +59,16 @@ def _effects() -> Any:
 
 
 def keep_in_graphs(op: Any) -> None:
-    """Keep an op that returns nothing in compiled graphs, in order; or it could be removed as dead code."""
+    """Keep an op that returns nothing in compiled graphs, in order; or it could be removed as dead code.
+
+    It stays outside of CUDA graphs, which would not call it again: of what is kept in order Inductor does not see the
+    tag that says so, and is told by its configuration.
+    """
     _effects()._register_effectful_op(op, _effects()._EffectType.ORDERED)
+    if torch.accelerator.is_available():
+        from torch._inductor import config  # what compiles is imported by whoever compiles
+
+        config.custom_should_partition_ops = [*config.custom_should_partition_ops, op.name()]
 
 
 def leave_uncompiled(*functions: Callable[..., Any]) -> None:

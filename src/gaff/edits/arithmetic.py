@@ -199,10 +199,11 @@ class Project:
     def _basis(self, tensor: Tensor) -> Tensor:
         """The orthonormal basis ``[rank, width]`` as the tensor needs it, in float32 or more; made again after a write.
 
-        Directions that are trained are decomposed at every event, since their gradient flows through the decomposition.
+        Directions that are trained are decomposed at every event, since their gradient flows through the decomposition;
+        so is one direction, which only has to be scaled: whether several were written to a device is waited for.
         """
         given, work = torch.atleast_2d(self.directions), wide(tensor)
-        if given.requires_grad:
+        if given.requires_grad or (len(given) == 1 and not given.is_cpu):
             return like(orthonormal(given), tensor, dtype=work)
         form = tensor.device, work
         return self._known.of(self.directions, form, lambda: like(orthonormal(given), tensor, dtype=work))
@@ -311,13 +312,17 @@ class _Round(torch.autograd.Function):
 
 
 def orthonormal(directions: Tensor) -> Tensor:
-    """Rows that span what ``directions`` span, by singular values; dependent directions count once.
+    """Rows that span what ``directions`` span, by singular values; dependent directions count once. One is only scaled.
 
     ``directions``: ``[k, width]``; returns ``[rank, width]`` in float64, or complex128. A singular value counts as zero
     where the rounding of the directions to their dtype may have made it, largest * sqrt(k) * eps / 2 (the perturbation
     is at most that by its Frobenius norm), or the decomposition, largest * max(k, width) * eps of float64.
     """
     exact = directions.to(torch.complex128 if directions.is_complex() else torch.float64)
+    if len(exact) == 1:  # without a wait for its device; of zeros it stays zeros, which span nothing either
+        tiny = torch.finfo(torch.float64).tiny
+        scaled: Tensor = exact / exact.abs().max().clamp(min=tiny)
+        return torch.nn.functional.normalize(scaled, dim=-1, eps=tiny)
     _, values, rows = torch.linalg.svd(exact, full_matrices=False)
     is_rounded = directions.is_floating_point() or directions.is_complex()
     rounding = math.sqrt(len(directions)) * torch.finfo(directions.dtype).eps / 2 if is_rounded else 0.0

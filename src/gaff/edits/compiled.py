@@ -116,9 +116,23 @@ def _given(what: str, value: float) -> Change:
     return at
 
 
-def _as_number(change: Change) -> Change:
-    """``change``, by a tensor without dimensions, as by a number: it decides no type beside a tensor that has some."""
-    return lambda tensor: change(tensor) if tensor.dim() else change(tensor.reshape(1)).reshape(())
+def _by_number(value: float, change: Callable[[Tensor, Tensor], Tensor]) -> Change:
+    """``change`` by a number, which is an input of the compiled graph, in the precision in which torch takes a number.
+
+    It goes as a tensor without dimensions, which decides no type beside a tensor that has some. Kernels in CUDA graphs
+    can read none from the CPU, and one on their device would be rounded to a narrow type before it is used.
+    """
+    held = _number(value)
+
+    def at(tensor: Tensor) -> Tensor:
+        if not tensor.dim():
+            return at(tensor.reshape(1)).reshape(())
+        if tensor.is_cpu or not (tensor.is_floating_point() or tensor.is_complex()):
+            return change(tensor, held.to(tensor.device)[0])
+        work = wide(tensor)
+        return change(tensor.to(work), held.to(tensor.device, work)[0]).to(tensor.dtype)
+
+    return at
 
 
 def _scale(edit: Scale) -> Change:
@@ -126,8 +140,7 @@ def _scale(edit: Scale) -> Change:
     if isinstance(edit.factor, Tensor):
         given = _constant(edit.factor)
         return lambda tensor: tensor * given(tensor)
-    factor = _number(edit.factor)
-    return _as_number(lambda tensor: tensor * factor[0])
+    return _by_number(edit.factor, lambda tensor, factor: tensor * factor)
 
 
 def _add(edit: Add) -> Change:
@@ -137,8 +150,8 @@ def _add(edit: Add) -> Change:
         if edit.strength == 1.0:
             return lambda tensor: tensor + direction(tensor)
         return lambda tensor: tensor + strength(tensor) * direction(tensor)
-    amount = _number(edit.direction if edit.strength == 1 else edit.strength * edit.direction)
-    return _as_number(lambda tensor: tensor + amount[0])
+    amount = edit.direction if edit.strength == 1 else edit.strength * edit.direction
+    return _by_number(amount, lambda tensor, one: tensor + one)
 
 
 def _fill(edit: Fill) -> Change:
@@ -169,14 +182,19 @@ def _clip(edit: Clip) -> Change:
 
 
 def _project(edit: Project) -> Change | None:
-    """``Project``, with the basis made once; None for directions that are trained, whose basis changes with them."""
+    """``Project``; None for directions that are trained, since decompositions have no form in a graph.
+
+    The basis of several directions is made once, that of one wherever the edit is made.
+    """
     if edit.directions.requires_grad:
         return None
-    basis = orthonormal(torch.atleast_2d(edit.directions))
+    is_one = edit.directions.dim() == 1 or len(edit.directions) == 1
+    basis = None if is_one else orthonormal(edit.directions)
 
     def change(tensor: Tensor) -> Tensor:
         with torch.autocast(tensor.device.type, enabled=False):
-            return outside(tensor, like(basis, tensor, dtype=wide(tensor)), edit.dim, keep=edit.keep)
+            rows = orthonormal(torch.atleast_2d(edit.directions)) if basis is None else basis
+            return outside(tensor, like(rows, tensor, dtype=wide(tensor)), edit.dim, keep=edit.keep)
 
     return change
 

@@ -295,8 +295,8 @@ def _out_of_range(given: torch.dtype, passing: torch.dtype) -> str:
 class Known:
     """What an edit has made of a constant, until it is needed in another form or the constant is written to.
 
-    On the CPU its bits are compared, since fused optimizers, ``.data`` and NumPy write past torch's count; elsewhere
-    that would wait for the device, and the count is what tells.
+    Its bits are compared, since fused optimizers, ``.data`` and NumPy write past torch's count; where it lies on a
+    device that is waited for.
     """
 
     _held: tuple[Any, memory.Mark, Tensor] | None = None
@@ -310,6 +310,6 @@ class Known:
         held = self._held  # read once: another thread may be here
         with torch.inference_mode(False), torch.no_grad(), modes.outside_modes():
             if held is None or held[0] != form or held[1].is_written(constant):
-                held = form, memory.Mark(constant, by_bits=constant.is_cpu), make()
+                held = form, memory.Mark(constant, by_bits=True), make()
                 self._held = held
         return held[2]

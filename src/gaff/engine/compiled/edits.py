@@ -19,7 +19,7 @@ from gaff.compat import autograd, checkpoints, memory
 from gaff.edits.arithmetic import Project
 from gaff.edits.compiled import may_write
 from gaff.edits.event import mixed
-from gaff.edits.files import tensors_of
+from gaff.edits.places import iter_innermost
 from gaff.engine.clock import Clock
 from gaff.engine.compiled.structure import BY_STANCE, WHY_UNTOLD
 from gaff.engine.compiled.tell import (
@@ -230,7 +230,7 @@ def _remark(output: Any, tensor: Tensor, args: Any) -> str:
 
 
 def _marks(edit: Any) -> list[tuple[Tensor, memory.Mark]]:
-    """What a projection was made ready from, and what it held, which a compiled graph does not make again."""
-    return (
-        [(one, memory.Mark(one, by_bits=one.is_cpu)) for one in tensors_of(edit)] if isinstance(edit, Project) else []
-    )
+    """What projections on several directions were made ready from, which a compiled graph does not make again."""
+    projections = (one for one in iter_innermost(edit) if isinstance(one, Project))
+    several = (one.directions for one in projections if one.directions.dim() > 1 and len(one.directions) > 1)
+    return [(one, memory.Mark(one, by_bits=True)) for one in several]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.nested import NO_ARGUMENTS, Arguments, iter_tensors
-from gaff.compat import autograd, checkpoints
+from gaff.compat import autograd, checkpoints, compiler
 from gaff.compat.own_variants import OwnVariants
 from gaff.engine.clock import Run
 from gaff.engine.compiled.own_forward import OwnForward, calls_exits, changes_output
@@ -286,12 +286,15 @@ class ForwardHook(ExitHook):
             self._pass(call, what, run, run.left[self.node.index])
 
     def has_told(self, output: Any) -> bool:
-        """Outside of compiled code: whether the gradients of ``output`` are heard inside of it."""
+        """Outside of compiled code: whether the gradients of ``output`` are heard inside of it.
+
+        They are not where all code runs eagerly; the module may then not even have come to its forward (``skip``).
+        """
         thread = get_ident()
         if thread in self._eager:
             self._eager.remove(thread)
             return False
-        return any(tensor.requires_grad for _, tensor in iter_tensors(output))
+        return compiler.stance() != "force_eager" and any(tensor.requires_grad for _, tensor in iter_tensors(output))
 
     def left(self, output: Any) -> None:
         """Outside, after it has told: count the call and tell the taps, which the hooks of ``modules`` would do."""
