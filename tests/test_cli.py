@@ -47,6 +47,18 @@ def test_trace_prints_a_table_a_tree_and_data(capsys, tmp_path):
     assert (tmp_path / "t.json").exists()
 
 
+def test_take_says_that_the_model_is_in_training_mode(capsys, tmp_path):
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n"
+        "def trains():\n    return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5))\n"
+        "def fixed():\n    return trains().eval()\n"
+        "def plain():\n    return nn.Linear(3, 4)\n"
+    )
+    for name, is_told in (("trains", True), ("fixed", False), ("plain", False)):
+        code, _, told = run(capsys, "take", f"{tmp_path}/net.py:{name}", ":output", "--input", "randn:2x3")
+        assert (code, "the model is in training mode" in told) == (0, is_told)
+
+
 def test_take_writes_safetensors(capsys, tmp_path):
     out_file = tmp_path / "new" / "f.safetensors"
     code, out, _ = run(capsys, "take", DIGITS, "features", "head.*", "--input", IMAGE, "--out", str(out_file))

@@ -203,6 +203,48 @@ def test_attention_that_sees_the_next_token_is_told(tmp_path, name):
     assert (record.verdict.name == "sees_the_future") == is_told
 
 
+@pytest.mark.parametrize(("shifts", "is_told"), [((1,), False), ((2,), True), ((1, 2), False)])
+def test_targets_that_are_shifted_twice_are_told(tmp_path, shifts, is_told):
+    """Not of a model that tells several tokens to come."""
+    model = Reader(MASKS["causal"][0])
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+
+    def train():
+        for _ in range(40):
+            tokens = torch.randint(0, 12, (24, 9))
+            logits, loss = model(tokens), 0.0
+            for shift in shifts:
+                labels = torch.cat([tokens[:, shift:], torch.full((24, shift), -100)], 1)
+                loss = loss + getattr(F, "cross_entropy")(logits.flatten(0, 1), labels.flatten())  # noqa: B009
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    found, record = told(tmp_path, train)
+    assert ("targets_skip_a_token" in found) == is_told
+    assert (record.verdict.name == "targets_skip_a_token") == is_told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_shifted", [False, True])
+def test_labels_of_transformers_that_are_shifted_by_hand_are_told(tmp_path, is_shifted):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def train():
+        for _ in range(40):
+            tokens = torch.randint(0, 40, (8, 13))
+            given = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]} if is_shifted else \
+                    {"input_ids": tokens, "labels": tokens}  # fmt: skip
+            model(**given).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert ("targets_skip_a_token" in told(tmp_path, train)[0]) == is_shifted
+
+
 def test_targets_that_are_not_shifted_are_told(tmp_path):
     found, _ = told(tmp_path, lambda: read(Reader(MASKS["causal"][0]), 0))
     assert "targets_are_inputs" in found

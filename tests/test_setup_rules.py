@@ -817,6 +817,80 @@ def test_the_softmax_of_a_loss_over_images_runs_over_the_classes(tmp_path, sizes
         assert f"runs over dimension {dim} of [16, 3, {', '.join(map(str, sizes))}]: nll_loss has" in found[0].message
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
+def test_probabilities_of_images_whose_logarithm_a_loss_is_given_run_over_the_classes(tmp_path, dim):
+    x, y = torch.randn(64, 2, 5, 6), torch.randint(3, (64, 5, 6))
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Softmax(dim))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for at in range(40):
+            optimizer.zero_grad()
+            chosen = torch.arange(at, at + 16) % 64
+            F.nll_loss(torch.log(model(x[chosen]) + 1e-8), y[chosen]).backward()
+            optimizer.step()
+    found = [one for one in gaff.load(tmp_path / "run").findings if one.rule == "softmax_axis"]
+    assert bool(found) is (dim != 1)
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-3])
+def test_a_step_that_makes_nan_of_finite_gradients_is_told(tmp_path, eps):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).half()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3, eps=eps)
+
+    def step(number):
+        optimizer.zero_grad()
+        x = torch.randn(32, 6).clamp(min=-9)
+        F.cross_entropy(model(x.half()).float(), (x[:, 0] > 0).long()).backward()
+
+    verdict = watched(model, optimizer, step, tmp_path, 30)
+    assert (verdict.name == "step_not_finite") is (eps == 1e-8)
+    if eps == 1e-8:
+        assert verdict.state == "wrong"
+        assert "float16" in verdict.evidence[0]
+        assert "eps=1e-4" in verdict.remedy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lr", [0.3, 3e-3])
+def test_first_steps_that_replace_the_weights_are_told_where_the_loss_stays(tmp_path, lr):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr)
+    x = torch.randn(512, 16)
+    y = x[:, :4].argmax(1)
+
+    def step(number):
+        rows = torch.randint(0, 512, (32,))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[rows]), y[rows]).backward()
+
+    verdict = watched(model, optimizer, step, tmp_path, 200)
+    names = [verdict.name, *(one.name for one in verdict.alternatives)]
+    assert ("learning_rate_too_high" in names) is (lr == 0.3)
+
+
+def test_one_rare_class_is_not_said_to_be_learned_by_heart(tmp_path):
+    """The median of single losses is far below their mean, which evaluations tell."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 2), torch.randn(1600, 6)
+    y = torch.rand(1600) < 0.02
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for number in range(200):
+            rows = torch.randint(0, 1200, (16,))
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows].long()).backward()
+            optimizer.step()
+            if number % 50 == 49:
+                model.eval()
+                with torch.no_grad():
+                    F.cross_entropy(model(x[1200:]), y[1200:].long())
+                model.train()
+    assert gaff.load(tmp_path / "run").verdict.state == "healthy"
+
+
 def test_thousands_of_summands_are_looked_at_in_part():
     from gaff.training.watch.loss_graph import facts_of_graph
     from gaff.training.watch.loss_terms import terms_of

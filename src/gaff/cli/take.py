@@ -6,6 +6,7 @@ The model runs without gradients, and no further than the last of the sites.
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING, Any
 
 from gaff.cli.options import (
@@ -19,7 +20,7 @@ from gaff.cli.options import (
 from gaff.errors import PlanError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from gaff.sessions.receipt import Receipt
 
@@ -60,6 +61,7 @@ def _taken(options: argparse.Namespace) -> tuple[dict[str, Any], Receipt]:
     from gaff.cli.models import load_model
 
     loaded = load_model(options.model)
+    _tell_mode(loaded.model)
     extractor = take(loaded.model, *options.sites)
     args, kwargs = load_inputs(options.input, loaded)
     try:
@@ -68,6 +70,18 @@ def _taken(options: argparse.Namespace) -> tuple[dict[str, Any], Receipt]:
     except TypeError as error:
         raise need_input(options.input, error) from error
     return found, extractor.receipt
+
+
+def _tell_mode(model: nn.Module) -> None:
+    """Say on stderr if the model is in training mode and computes otherwise for it."""
+    from gaff.training.watch.step_facts import has_modes
+
+    if has_modes(model):
+        print(
+            "gaff: the model is in training mode: dropout draws, and batch norm takes the statistics of this input; "
+            "for the features of a trained model call .eval() in what builds it",
+            file=sys.stderr,
+        )
 
 
 def _print(features: dict[str, Tensor], options: argparse.Namespace) -> None:

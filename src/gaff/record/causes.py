@@ -18,6 +18,8 @@ from gaff.record.run_case import RunCase
 
 CERTAINTIES = ("certain", "likely", "possible")
 LEAST_GAIN = 0.2  # of what the best run gained over the first step, by which a change counts as what helps
+# Below which part of its first stretch a loss has got over what these say.
+_HARMLESS_BELOW = ((0.9, ("sparse_gradient",)), (0.5, ("saturated", "vanishing")), (0.01, ("dead_units",)))
 _LEAST_LR = 1e-6  # a weight of 1 changes by 6e-8 at the least, in float32
 _FIRST = 5
 _EARLY = 50  # steps in which a learning rate is warmed up, where it is
@@ -68,8 +70,10 @@ def claims(case: RunCase) -> list[Claim]:
     written = case.found("written_back")
     if written is not None and written.share <= 0.5:  # an inner loop, or slow weights every few steps (Lookahead)
         case = case.without("written_back")
-    if case.loss is not None and 0 < case.loss[1].last < 0.5 * case.loss[1].first:  # seen while it had not fallen yet
-        case = case.without("saturated").without("vanishing").without("sparse_gradient")
+    fallen = case.loss[1].last / case.loss[1].first if case.loss is not None and case.loss[1].first > 0 else 1.0
+    for below, rules in _HARMLESS_BELOW:  # seen while it had not fallen yet
+        for rule in rules if 0 < fallen < below else ():
+            case = case.without(rule)
     if case.loss is not None and 0 < case.loss[1].last < 0.2 * case.loss[1].first:  # what cannot be, had it been so
         case = case.without("written_back")
     if case.has_settled:  # updates that are nothing any more are what the schedule wants
@@ -125,7 +129,7 @@ READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_
          "targets_no_probabilities", "written_back", "gradients_lost", "clipped_too_early",
          "loss_holds_the_last", "stepped_again", "stepped_while_scaled", "one_class",
          "kl_of_probabilities", "made_in_forward", "nothing_loaded", "loss_gives_nothing", "examples_alike",
-         "mask_inverted")  # fmt: skip
+         "mask_inverted", "step_not_finite")  # fmt: skip
 
 # Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
 FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant")
@@ -133,7 +137,7 @@ FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_trainin
 _NO_RATE = 1e-12  # as the rule ``lr_zero`` has it
 _STOPS = ("not_cleared", "nll_of_scores", "lr_zero", "wrong_parameters", "cleared_before_step", "never_trained",
           "zero_at_the_step", "loss_gives_nothing", "clipped_while_scaled", "targets_no_probabilities",
-          "stepped_while_scaled", "one_class")  # fmt: skip
+          "stepped_while_scaled", "one_class", "step_not_finite")  # fmt: skip
 
 # Which experiment tells more of a symptom.
 _EXPERIMENTS = {
@@ -250,7 +254,7 @@ def laid_out_wrongly(case: RunCase) -> Claim | None:
 
     Likely: each may be meant, as where examples attend to one another.
     """
-    finding = case.found("batch_as_time", "attention_axis", "sees_the_future")
+    finding = case.found("batch_as_time", "attention_axis", "targets_skip_a_token", "sees_the_future")
     if finding is None:
         return None
     return Claim(finding.rule, "likely", told_of(finding), (evidence_of(finding),), finding.since, finding.remedy,

@@ -27,7 +27,8 @@ class Curve:
     What is not finite is left out. ``steps``: the first step of each stretch; ``values``: its median; ``spread``: the
     mean distance of a single step from the median of its stretch; ``start``: the very first value; ``nonfinite_since``:
     the first step that is not finite; ``early_peak``: the highest of the first fifty values, with its step;
-    ``late_peak``: the highest of the second half; ``highs``: the highest value of each stretch.
+    ``late_peak``: the highest of the second half; ``highs``: the highest value of each stretch; ``late_mean``: the mean
+    of the last quarter, which a few high values move as they move a mean over all examples.
     """
 
     steps: tuple[int, ...]
@@ -38,6 +39,7 @@ class Curve:
     early_peak: tuple[int, float] = (0, -math.inf)
     late_peak: float = -math.inf
     highs: tuple[float, ...] = ()
+    late_mean: float = math.inf
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, float]]) -> Curve:
@@ -55,6 +57,7 @@ class Curve:
             max(known[:_EARLY], key=lambda pair: pair[1], default=(0, -math.inf)),
             max((value for _, value in known[len(known) // 2 :]), default=-math.inf),
             tuple(max(value for _, value in one) for one in stretches),
+            statistics.fmean(value for _, value in known[len(known) * 3 // 4 :]) if known else math.inf,
         )  # fmt: skip
 
     @property
@@ -79,6 +82,11 @@ class Curve:
         """Whether it is highest in its last stretch, half as high again as it began, and higher than two thirds on."""
         later = self.values[-1 - len(self.values) // 3 :]
         return len(self.values) >= 4 and later[0] < self.last == max(self.values) and self.last > 1.5 * self.start
+
+    @property
+    def is_skewed(self) -> bool:
+        """Whether its last quarter has a mean half as high again as its medians are: few steps make most of it."""
+        return self.late_mean > 1.5 * statistics.median(self.values[-1 - len(self.values) // 4 :])
 
     @property
     def is_falling(self) -> bool:

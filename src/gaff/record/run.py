@@ -376,10 +376,11 @@ def _case(record: Record) -> RunCase:
     )
     tried = record.experiments
     is_raised, last = any(one.get("is_raised") for one in looks), told[-1][0] if told else None
+    large = next((one for one in record.findings if one.rule == "first_steps_large"), None)
     return RunCase(
         by_severity(record.findings), record.steps, len(record.looks), losses, lr, guesses(told),
         max(optimizers, default=1), tried if tried is None or not tried.goes_on else None, unstepped,
-        SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search, is_raised, last),
+        SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search, is_raised, last, large),
         4 * sum(map(acts, looks)) > len(looks),
         {name: factor_of(name, told) for name in losses},
         Evaluations(record.evaluated(part.rank), *_how_evaluated(part, looks)),

@@ -19,7 +19,8 @@ class SingleSteps(NamedTuple):
     ``norms``: steps with the L2 norm of all gradients, before they were clipped where that is known. Where a loss jumps
     (``loss_spike``): ``losses``, ten of it from that step on, and ``rates``, the learning rates of ten steps up to it.
     ``is_search``: models are made one after the other, and trained with other learning rates; ``is_raised``: a loss is,
-    by an optimizer with ``maximize=True``. ``last_look``: the last step that was looked at, None where it is not known.
+    by an optimizer with ``maximize=True``. ``last_look``: the last step that was looked at, None where it is not known;
+    ``large_at_first``: the finding that the first ones were large.
     """
 
     norms: tuple[tuple[int, float], ...] = ()
@@ -28,6 +29,7 @@ class SingleSteps(NamedTuple):
     is_search: bool = False
     is_raised: bool = False
     last_look: int | None = None
+    large_at_first: Finding | None = None
 
 
 class Unstepped(NamedTuple):

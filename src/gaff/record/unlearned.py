@@ -33,14 +33,37 @@ def nothing_learned(case: RunCase) -> Claim | None:
     if abs(curve.last - guess) > 0.05 * guess or curve.first < 0.9 * guess:
         return None
     told = f"the loss {name!r} is {curve.last:.4g} at the end and was {curve.first:.4g} at the beginning; guessing " \
-           f"gives {guess:.4g}; activations, gradients and updates are as they should be"  # fmt: skip
+           f"gives {guess:.4g}; no rule found anything in activations, gradients and updates"  # fmt: skip
     how = "has just come down to" if curve.is_falling else "stays at"
-    text = f"the loss {how} the level of guessing, while activations, gradients and updates look normal: labels " \
-           "may not belong to their inputs, or steps are too small or too large"  # fmt: skip
+    text = f"the loss {how} the level of guessing, and nothing was found in activations, gradients and updates: " \
+           "labels may not belong to their inputs, or steps are too small or too large"  # fmt: skip
     return Claim("labels_do_not_belong", "possible", text, (told,), 0,
                  "compare a few inputs with their labels as they reach the loss, after loading and shuffling; gaff try "
                  "tells whether the input is used at all", (),
                  ("scramble", "blind", "one-batch", "lr=0.1x", "lr=10x"))  # fmt: skip
+
+
+@cause
+def first_steps_too_large(case: RunCase) -> Claim | None:
+    """First steps that changed most weights by a third of their size, and a loss that a hundred steps or more have not
+    brought a tenth below what guessing gives, or below where it began if that is less.
+
+    Weights grow under such steps, so that later ones are no longer large beside them.
+    """
+    finding = case.single.large_at_first
+    if finding is None or case.loss is None or case.steps < 100 or case.is_acting or case.optimizers != 1:
+        return None
+    name, curve = case.loss
+    if curve.last < 0.9 * min(curve.first, case.guess.get(name, math.inf)):
+        return None
+    lr = finding.evidence.get("lr")
+    told = (evidence_of(finding), f"the loss {name!r} is {curve.last:.4g} at the end")
+    to = f"{lr / 30:.1g} in place of {lr:.3g}" if isinstance(lr, float) and lr > 0 else "a lower one"
+    return Claim("learning_rate_too_high", "possible", "the first steps changed most weights by a third of their size "
+                 "or more, and the loss has not fallen since: what they held at first, or were pretrained to, is gone",
+                 told, 0, f"a learning rate of {to}, or a warm-up",
+                 ("labels_do_not_belong", "loss_does_not_fall", "worse_than_guessing", "saturated", "dead_units",
+                  "output_constant", "vanishing", "update_large"), ("lr=0.1x", "warmup"))  # fmt: skip
 
 
 @cause
@@ -153,8 +176,9 @@ def begins_too_large(case: RunCase) -> Claim | None:
 def learning_rate_is_gone(case: RunCase) -> Claim | None:
     """A learning rate below a hundredth of its highest for more than half of the run: its schedule is too fast.
 
-    Certain below a ten-thousandth: no schedule is meant to spend most of a run there. Not where it began to fall when
-    the loss had fallen to half, and did not fall any more, as a schedule that waits for that does.
+    Certain below a ten-thousandth: no schedule is meant to spend most of a run there. Likely where updates are next to
+    nothing. Not where it began to fall when the loss had fallen to half, and did not fall any more, as a schedule that
+    waits for that does.
     """
     if case.single.is_search or case.lr is None or case.steps < 50 or len(case.lr.values) < 8 or case.optimizers != 1:
         return None
@@ -165,9 +189,10 @@ def learning_rate_is_gone(case: RunCase) -> Claim | None:
     if case.has_settled:
         return None
     is_certain = 2 * sum(value < 1e-4 * highest for value in values) > len(values)
+    is_harmed = case.found("update_small", "never_updated") is not None
     told = f"the learning rate fell from {max(highest, case.lr.start):.3g} to about {values[-1]:.3g}, and was below " \
            f"a hundredth of that by step {gone[0]}"  # fmt: skip
-    return Claim("learning_rate_is_gone", "certain" if is_certain else "possible",
+    return Claim("learning_rate_is_gone", "certain" if is_certain else "likely" if is_harmed else "possible",
                  "the learning rate is next to nothing for most of the run", (told,), gone[0],
                  "step the scheduler once an epoch, or count its steps in batches",
                  ("never_updated", "lr_zero", "update_small", "learning_rate_too_low"))  # fmt: skip
@@ -201,7 +226,8 @@ def learned_by_heart(case: RunCase) -> Claim | None:
     """A classifier whose training loss falls below guessing, while that of every evaluation stays above it.
 
     What it learns then holds for the training examples alone. Asked where nothing else was found in a hundred steps,
-    and both are cross entropies over the same classes.
+    and both are cross entropies over the same classes. What training comes to is the mean of its last quarter, as an
+    evaluation is a mean: with a rare class the median of single steps is far below.
     """
     if case.loss is None or case.steps < 100 or not case.evaluated.is_alike:
         return None
@@ -212,7 +238,7 @@ def learned_by_heart(case: RunCase) -> Claim | None:
     known = case.evaluated.losses
     told = next((known[one] for one in ("cross_entropy", "nll_loss") if known.get(one)), ())
     values = [value for _, value in told]
-    trained = curve.last / case.factors.get(name, 1.0)
+    trained = curve.late_mean / case.factors.get(name, 1.0)
     if len(values) < 2 or not trained < 0.99 * guess or min(values) < 0.99 * guess:
         return None
     numbers = f"the loss {name!r} went down to {trained:.4g}, that of evaluations was {min(values):.4g} at best, and " \

@@ -14,6 +14,7 @@ from typing import Any
 
 from gaff.record import confirmed, jumps, unlearned  # noqa: F401  # their causes are registered by this
 from gaff.record.causes import LEAST_GAIN, Claim, claims
+from gaff.record.curve import Curve
 from gaff.record.experiments import KINDS
 from gaff.record.run_case import RunCase
 
@@ -173,6 +174,12 @@ def _of_successors(case: RunCase) -> str:
     return f", for the first of {len(later) + 1} trainings, one after the other, and {ends}"
 
 
+def _end_of(curve: Curve) -> str:
+    """Where a loss has come to: the median of its last steps, and their mean where few steps make most of it."""
+    mean = f" in most steps, {curve.late_mean:.4g} on average" if curve.is_skewed else ""
+    return f"{curve.last:.4g}{mean}"
+
+
 def _judged(case: RunCase) -> str:
     """What a run was judged by in which nothing is wrong."""
     if case.is_range_test and case.lr is not None:
@@ -191,7 +198,7 @@ def _judged(case: RunCase) -> str:
         times = " (multiplied by other numbers later than at first before its backward pass: no values to compare)"
     began = f"{curve.start:.4g}, and up to {curve.early_peak[1]:.4g} at step {curve.early_peak[0]}," \
         if curve.first > 2 * curve.start > 0 else f"about {curve.first:.4g}"  # fmt: skip
-    told = f"{seen}; the loss {name!r}{times} went from {began} to {curve.last:.4g}"
+    told = f"{seen}; the loss {name!r}{times} went from {began} to {_end_of(curve)}"
     if not case.successors and curve.last > _NO_FALL * curve.first > 0 and curve.spread > 0.5 * curve.first:
         told += f", which is no fall: single steps differ by {curve.spread:.3g} from the ones around them"
     if case.is_acting and curve.last > curve.first > 0:

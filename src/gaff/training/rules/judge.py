@@ -52,6 +52,7 @@ class Track:
 
 
 _OF_DATA = ("input_scale",)
+_OF_NONFINITE = ("nonfinite", "step_not_finite")  # of a look that is judged when a later step has told already
 
 
 class Judge:
@@ -100,7 +101,8 @@ class Judge:
             self._looks[sample.phase] += 1
             self._step = sample.step
         for one in self._rules:
-            if one.phase != sample.phase or one.name in self.broken or (self._is_nonfinite and one.name != "nonfinite"):
+            is_late = self._is_nonfinite and one.name not in _OF_NONFINITE
+            if one.phase != sample.phase or one.name in self.broken or is_late:
                 continue
             hits = self._ask(one, sample, self.past)
             if isinstance(hits, str):

@@ -287,6 +287,27 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
+    "step_not_finite",
+    severity="error",
+    means="the optimizer's step made NaN or inf of a gradient that is finite",
+    cause="numbers that the optimizer's own dtype does not hold: Adam's eps of 1e-8 is zero in float16, and squares of "
+    "gradients overflow there above 256; or a learning rate that is far too high",
+    remedy="keep weights in float32 and compute in float16 by torch.autocast; or eps=1e-4, and a lower learning rate",
+    least=1,
+    share=0.0,
+)
+def step_not_finite(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A parameter that was finite, with a gradient that was, has a NaN or inf in its update. Certain."""
+    for key, one in sample.parameters.items():
+        rows = [sample.rows.get(key), sample.of(key, "grad"), sample.of(key, "update")]
+        weight, gradient, update = rows
+        if weight is None or gradient is None or update is None or not gradient.count:
+            continue
+        if update.nonfinite and not weight.nonfinite and not gradient.nonfinite:
+            yield Hit(key, gradient_rms=gradient.rms, nonfinite=update.nonfinite, dtype=one.dtype, lr=one.lr)
+
+
+@rule(
     "update_small",
     severity="warning",
     means="updates are tiny compared with the weights: the model hardly learns",
@@ -343,6 +364,26 @@ def update_large(sample: Sample, past: Past) -> Iterator[Hit]:
                 lr=sample.parameters[key].lr,
                 weight_tensors=f"{len(large)} of {len(ratios)}",
             )
+
+
+@rule(
+    "first_steps_large",
+    severity="info",
+    means="the first steps changed most weights by a third of their size or more: what they held at first is gone",
+    cause="a learning rate that is too high, or no warm-up",
+    remedy="lower the learning rate, or warm it up",
+    least=2,
+    share=0.0,
+)
+def first_steps_large(sample: Sample, past: Past) -> Iterator[Hit]:
+    """rms(update) / rms(weight) above 0.3 in more than half of the weights, in two looks at the first ten steps. As for
+    ``update_large``, parameters of one dimension and embeddings are left out."""
+    for told in ratios_of_updates(sample).values() if sample.step <= 10 else ():
+        ratios = {key: ratio for key, ratio in told.items() if sample.parameters[key].kind == "weight"}
+        large = {key: ratio for key, ratio in ratios.items() if ratio > 0.3}
+        if len(large) > len(ratios) / 2:
+            key = max(large, key=lambda one: large[one])
+            yield Hit(("", ""), update_ratio=large[key], lr=sample.parameters[key].lr)
 
 
 @rule(

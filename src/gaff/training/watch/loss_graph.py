@@ -214,6 +214,9 @@ def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: di
         _note_softmax(chain[at], name, found, is_end=False, is_of_nll=True)
     if one == "SoftmaxBackward":
         before = next((place for place in range(at - 1, -1, -1) if not _is_passed(names[place])), 0)  # log(p + 1e-9)
+        is_log_of_nll = names[before] == "LogBackward" and names[0].startswith("NllLoss")
+        if is_log_of_nll and names[0].startswith("NllLoss2D") and not any(map(is_view, names[:at])):
+            _note_axis(chain[at], name, found)
         is_end = all(is_view(other) or other in _ENDS or other.startswith(_OF_TARGETS) for other in names[:at])
         _note_softmax(
             chain[at],
@@ -221,10 +224,7 @@ def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: di
             found,
             is_end=is_end,
             is_of_nll=not _TURNS.intersection(names[:at])
-            and (
-                (names[before] == "LogBackward" and names[0][:7] == "NllLoss")
-                or (is_picked and "LogBackward" in names[:at])
-            ),
+            and (is_log_of_nll or (is_picked and "LogBackward" in names[:at])),
         )
     if one.startswith("BinaryCrossEntropy"):
         _note_targets(chain[at], name, found)
@@ -248,6 +248,14 @@ def _note_softmax(node: Any, name: str, found: dict[str, Any], *, is_end: bool, 
         found["alone"] = {"loss": name, "shape": list(shape)}
     elif is_of_nll and len(shape) == 2 and shape[0] != shape[1] and dim == 0:
         found["axis"] = name
+
+
+def _note_axis(node: Any, name: str, found: dict[str, Any]) -> None:
+    """Note a softmax of images over another dimension than the second, in which the loss looks for the classes."""
+    shape: Any = getattr(kept_by(node, "result"), "shape", ())
+    dim = _signed(node._saved_dim) % max(1, len(shape))
+    if len(shape) > 2 and dim != 1:
+        found["axis"], found["axis_dim"] = name, f"dimension {dim} of {list(shape)}"
 
 
 def bad_target(loss: Tensor) -> str:
@@ -385,14 +393,11 @@ def _note_classes(chain: list[Any], names: list[str], at: int, before: int, name
         if shape[0] != shape[1] and not _TURNS.intersection(names[before + 1 : at]):  # of pairs both ways are meant
             found["axis"] = name
         return
-    dim, taken = (
-        _signed(chain[at]._saved_dim) % max(1, len(shape)),
-        getattr(kept_by(chain[before], "self"), "shape", ()),
-    )
+    taken: Any = getattr(kept_by(chain[before], "self"), "shape", ())
     is_as_it_was = all(one.startswith(_SAME_ORDER) for one in names[before + 1 : at]) and taken[:2] == shape[:2]
-    if len(shape) > 2 and names[before].startswith("NllLoss2D") and is_as_it_was and dim != 1:
-        found["axis"], found["axis_dim"] = name, f"dimension {dim} of {list(shape)}"
-    elif len(shape) and is_mean and all(map(is_view, names[:before])):
+    if names[before].startswith("NllLoss2D") and is_as_it_was:
+        _note_axis(chain[at], name, found)
+    if "axis" not in found and len(shape) and is_mean and all(map(is_view, names[:before])):
         found["classes"] = {"loss": name, "count": int(shape[1 if len(shape) > 1 else 0])}
 
 

@@ -1,5 +1,5 @@
-"""Sequences of tokens in a sampled step: whether targets are the model's own input or its next tokens, and whether what
-the model returns at a position depends on tokens that come later.
+"""Sequences of tokens in a sampled step: whether targets are the model's own input, its next tokens or those after,
+and whether what the model returns at a position depends on tokens that come later.
 
 That is asked of torch's attention, by its mask, and of the model as a whole, by what passes anyway: sequences of a
 batch that begin with the same token and go on with another must have the same output at their first position.
@@ -75,6 +75,7 @@ class TokenFacts:
     def target(self, target: Tensor) -> None:
         """A loss over classes is given these targets: note which part of them is the token at their place, or the next.
 
+        Or the one after the next, in all such losses: a model may have one for each of several tokens to come.
         Sequences lie along either of the two dimensions; what is negative is ignored by losses, and left out.
         """
         fitting = [one for one in self._given if target.numel() == one.numel()]
@@ -85,16 +86,19 @@ class TokenFacts:
         if tokens is None or target.is_floating_point() or target.device != tokens.device:
             return
         rows, length = tokens.shape
+        after = self._targets.get("after_next", 1.0)
         with torch.no_grad():
             if target.numel() == tokens.numel():
                 told = target.reshape(rows, length)
                 self._targets = {"same": _share(told, tokens), "next": _share(told[:, :-1], tokens[:, 1:]),
                                  "next_row": _share(told[:-1], tokens[1:])}  # fmt: skip
                 self._targets["begins"] = (told[:, 0] >= 0).all() | (told[0] >= 0).all()
+                self._targets["after_next"] = after * _share(told[:, :-2], tokens[:, 2:])
             elif target.numel() == rows * (length - 1):
                 told = target.reshape(rows, length - 1)
                 self._targets = {"same": _share(told, tokens[:, :-1]), "next": _share(told, tokens[:, 1:]),
-                                 "begins": (told[:, 0] >= 0).all()}  # fmt: skip
+                                 "begins": (told[:, 0] >= 0).all(),
+                                 "after_next": after * _share(told[:, :-1], tokens[:, 2:])}  # fmt: skip
 
     def attended(self, query: Any, key: Any, mask: Any, *, is_causal: bool) -> None:
         """torch's attention was called: of one over sequences as long as those of tokens note what a position sees."""
