@@ -35,6 +35,33 @@ def test_a_rate_of_zero_of_one_of_two_optimizers_is_told(which, tmp_path):
     assert "parameters do not change" in verdict.cause
 
 
+_PRODUCTS = {
+    "hinge": lambda out, y: (1 - out * y).relu().mean(),
+    "cross entropy": lambda out, y: -(y * F.logsigmoid(out) + (1 - y) * F.logsigmoid(-out)).mean(),
+    "Poisson": lambda out, y: F.poisson_nll_loss(out, y),
+    "weights": lambda out, y: (F.softplus(out) * y).mean(),
+}
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+@pytest.mark.parametrize("name", _PRODUCTS)
+def test_a_product_of_each_output_with_every_target_is_told(name, is_flat, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+
+    def step():
+        x = torch.randn(32, 4)
+        y = (x[:, :1] > 0).float()
+        optimizer.zero_grad()
+        _PRODUCTS[name](model(x), y[:, 0] if is_flat else y).backward()
+        optimizer.step()
+
+    verdict = _verdict(tmp_path, 30, step)
+    assert (verdict.name == "broadcast") is is_flat
+    if is_flat:
+        assert "outputs of shape [32, 1] and gets a product of shape [32, 32]" in verdict.cause
+
+
 @pytest.mark.parametrize("form", ["policy + value - entropy", "value - entropy", "value - entropy + policy"])
 def test_a_broadcast_in_a_loss_from_which_something_is_taken_is_told(form, tmp_path):
     model = nn.Linear(4, 5)

@@ -86,7 +86,7 @@ class Curve:
     @property
     def is_skewed(self) -> bool:
         """Whether its last quarter has a mean half as high again as its medians are: few steps make most of it."""
-        return self.late_mean > 1.5 * statistics.median(self.values[-1 - len(self.values) // 4 :])
+        return 0 < 1.5 * statistics.median(self.values[-1 - len(self.values) // 4 :]) < self.late_mean
 
     @property
     def is_falling(self) -> bool:

@@ -60,14 +60,16 @@ def loss_sign(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def broadcast(sample: Sample, past: Past) -> Iterator[Hit]:
     """mse_loss, l1_loss, smooth_l1_loss or huber_loss that is given shapes which broadcast to a larger one, or a loss
-    by hand that is the mean or sum of squares or absolute values, alone or with other terms and factors, of a
-    difference of [batch, batch] which was made of [batch, 1] or [batch]. Not pairs within an example, as of quantiles
-    or of points. Certain."""
+    by hand that is the mean or sum of squares, absolute values or other functions of single elements, alone or with
+    other terms and factors, of a difference of [batch, batch] which was made of [batch, 1] or [batch], or of a product
+    with a number for each example. Not pairs within an example, as of quantiles or of points. Certain."""
     spread = sample.facts.get("spread")
     if spread and spread["made"][0] == sample.facts.get("batch"):
-        told = f"the loss {spread['loss']!r} takes targets from outputs of shape {list(spread['output'])}"
-        yield Hit(("", ""), f"{told} and gets a difference of shape {list(spread['made'])}: each output is compared "
-                  "with every target", output=list(spread["output"]), made=list(spread["made"]))  # fmt: skip
+        how = spread.get("how", "difference")
+        does = "multiplies numbers of the examples with" if how == "product" else "takes targets from"
+        told = f"the loss {spread['loss']!r} {does} outputs of shape {list(spread['output'])}"
+        yield Hit(("", ""), f"{told} and gets a {how} of shape {list(spread['made'])}: each output is compared with "
+                  "every target", output=list(spread["output"]), made=list(spread["made"]))  # fmt: skip
         return
     for one in sample.facts.get("targets", ()):
         shapes = one["output"], one["shape"]

@@ -46,7 +46,7 @@ _REDUCED = ("MeanBackward", "SumBackward", "LinalgVectorNormBackward", "NormBack
 _ONE_BY_ONE = (
     "PowBackward", "AbsBackward", "MulBackward", "DivBackward", "SqrtBackward", "AddBackward", "NegBackward",
     "SgnBackward", "LogBackward", "Log1PBackward", "ExpBackward", "CoshBackward", "SoftplusBackward", "MaximumBackward",
-    "MinimumBackward", "ClampBackward", "ClampMinBackward", "ClampMaxBackward", "WhereBackward",
+    "MinimumBackward", "ClampBackward", "ClampMinBackward", "ClampMaxBackward", "WhereBackward", "ReluBackward",
 )  # functions of single elements, of which losses by hand are made  # fmt: skip
 _ALONE = ("UnsqueezeBackward", "ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "ExpandBackward")
 _OF_TERMS = ("axis", "axis_dim", "doubled", "spread", "alone", "outside")
@@ -339,8 +339,9 @@ def _converts_a_leaf(node: Any) -> bool:
 def _spread(chain: list[Any], *, is_meant_by: tuple[str, ...] = ()) -> dict[str, Any] | None:
     """The shapes of what a difference was made of, and of the difference, where one broadcast both to a square.
 
-    Of a loss that is one mean, sum or norm of the difference, with functions of single elements before and after, also
-    of several tensors, as where an error is divided by a variance. ``is_meant_by``: nodes that give a tensor a further
+    Or of a product with a constant that has a number for each example. Of a loss that is one mean, sum or norm of it,
+    with functions of single elements before and after, also of several tensors, as where an error is divided by a
+    variance. ``is_meant_by``: nodes that give a tensor a further
     dimension, as those do who compare all with all on purpose.
     """
     waiting = [(one, 0, True) for one in chain[:1]]  # with how many reductions were passed, and whether in the chain
@@ -349,13 +350,20 @@ def _spread(chain: list[Any], *, is_meant_by: tuple[str, ...] = ()) -> dict[str,
             break
         node, reduced, is_first = waiting.pop()
         kind = name_of(node)
-        if reduced == 1 and kind in BY_HAND[2] and (told := _squared(node, is_meant_by if is_first else _ALONE)):
-            return told
+        is_made = kind in BY_HAND[2] or (kind == "MulBackward" and _has_one_each(node))
+        if reduced == 1 and is_made and (told := _squared(node, is_meant_by if is_first else _ALONE)):
+            return {**told, "how": "product" if kind == "MulBackward" else "difference"}
         behind = [one for one, _ in node.next_functions if one is not None]
         if is_view(kind) or kind in (*_REDUCED, *_ONE_BY_ONE) or (reduced and kind in BY_HAND[2]):
             inner = behind if reduced else behind[:1]  # of terms that are added up later each is asked by itself
             waiting += [(one, reduced + (kind in _REDUCED), is_first and not at) for at, one in enumerate(inner)][::-1]
     return None
+
+
+def _has_one_each(product: Any) -> bool:
+    """Whether what a tensor is multiplied with is a constant that has a number for each example."""
+    constant = next((one for one in (kept_by(product, "other"), kept_by(product, "self")) if one is not None), None)
+    return constant is not None and constant.numel() == max(constant.shape, default=0) > 1
 
 
 def _squared(node: Any, is_meant_by: tuple[str, ...]) -> dict[str, Any] | None:
