@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 43_800
-MOST_OF_CORE = 15_250
+MOST_LINES = 44_000
+MOST_OF_CORE = 15_400
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

@@ -28,6 +28,95 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad att
 AS_PYTHON = pytest.mark.filterwarnings("ignore:gaff. not bitwise. a session keeps code eager, where torch.cond")
 
 
+class InACheckpoint(nn.Module):
+    """A block under a checkpoint that saves tensors of one shape alone: torch cannot tell one from another."""
+
+    def __init__(self):
+        super().__init__()
+        self.b, self.head = Gated(), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(checkpoint(self.b, x, use_reentrant=False))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.l(x).relu() * torch.sigmoid(x) + x.exp()
+
+
+_BESIDE = {  # sessions on a compiled block under a checkpoint, with what of it they look at
+    "guard": lambda m: gaff.guard(m),
+    "b": lambda m: gaff.capture(m, gaff.maybe("b")),
+    "inner": lambda m: gaff.capture(m, gaff.maybe("b.l")),
+    "weight": lambda m: gaff.capture(m, gaff.maybe("b.l.weight:grad")),
+    "gradient": lambda m: gaff.capture(m, gaff.maybe("b:grad_output")),
+    "op": lambda m: gaff.capture(m, gaff.maybe("head/linear")),
+    "edited parameter": lambda m: gaff.edit(m, {gaff.maybe("head.weight:param"): edits.scale(1.0)}),
+}
+
+
+def _in_a_checkpoint():
+    torch.manual_seed(0)
+    model, x = InACheckpoint(), torch.randn(8, 8, requires_grad=True)
+    [true] = torch.autograd.grad(model(x).sum(), x)
+    model.b.compile(backend="aot_eager")
+    assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], true)
+    return model, x, true
+
+
+@pytest.mark.parametrize("name", _BESIDE)
+def test_compiled_code_in_a_checkpoint_is_recomputed_as_it_ran_or_not_at_all(name):
+    model, x, true = _in_a_checkpoint()
+    is_eager = name in ("op", "edited parameter")
+    with _BESIDE[name](model):
+        loss = model(x).sum()
+    told = contextlib.nullcontext() if is_eager else pytest.raises(gaff.ExactnessError, match="closed before its back")
+    with told:
+        assert torch.allclose(torch.autograd.grad(loss, x)[0], true)
+    loss = model(x).sum()
+    words = "a checkpoint whose forward ran before it" if is_eager else "opened after its forward"
+    with pytest.raises(gaff.ExactnessError, match=words), _BESIDE[name](model):
+        torch.autograd.grad(loss, x)
+    assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], true)
+    with _BESIDE[name](model):
+        assert torch.allclose(torch.autograd.grad(model(x).sum(), x)[0], true)
+
+
+def test_what_lies_outside_of_a_checkpoint_may_be_looked_at_in_forward_alone():
+    model, x, true = _in_a_checkpoint()
+    with gaff.capture(model, "head", "head:input") as got:
+        loss = model(x).sum()
+    assert torch.equal(torch.autograd.grad(loss, x)[0], true)
+    assert got["head"].shape == (8, 1)
+    loss = gaff.take(model, "head")(x)["head"].sum()
+    assert torch.allclose(torch.autograd.grad(loss, x)[0], true)
+
+
+def test_a_forward_that_the_program_calls_by_itself_is_no_call_of_the_module():
+    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "b": nn.Linear(4, 1)})
+    model["a"].compile(backend="aot_eager")
+
+    def step(x):
+        model.zero_grad()
+        with torch.no_grad():
+            model["a"].forward(x)
+        model["b"](model["a"](x)).sum().backward()
+        return model["a"][0].bias.grad.clone()
+
+    x = torch.randn(2, 4)
+    bare = step(x)
+    with gaff.capture(model, "a:grad_output") as got:
+        step(x)
+    assert len(got.all("a:grad_output")) == 1
+    with gaff.edit(model, {"a:grad_output": edits.scale(2.0)}) as changed:
+        assert torch.equal(step(x), 2 * bare)
+    assert changed.receipt.rows[0].hits == 1
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_gradients_beside_an_edit_that_has_code_run_eagerly(is_first):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh())

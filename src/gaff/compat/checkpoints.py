@@ -11,7 +11,7 @@ from functools import cache, wraps
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -117,19 +117,21 @@ def wrap_recomputation(region: Any, wrap: Wrap) -> bool:
 
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-_FOLLOWERS: dict[object, tuple[int, Wrap]] = {}  # with the thread whose checkpoints are followed
+# With the thread whose checkpoints are followed; or with the set of those that were, of all threads.
+_FOLLOWERS: dict[object, tuple[int | WeakSet[Any], Wrap]] = {}
 
 
-def follow_regions(wrap: Wrap) -> Callable[[], None]:
+def follow_regions(wrap: Wrap, known: WeakSet[Any] | None = None) -> Callable[[], None]:
     """Let every checkpoint that begins on this thread recompute by ``wrap(function)``; returns what ends that.
 
-    Of both kinds, whatever a region calls. While somebody follows, a method of each of torch's two classes is another.
+    Of both kinds, whatever a region calls. Into ``known``, if it is given, go the regions, and they are those of all
+    threads. While somebody follows, a method of each of torch's two classes is another.
     """
     if not _FOLLOWERS:
         _FRAME.__init__ = _begin_frame
         _FUNCTION.forward = staticmethod(_forward)
     key = object()
-    _FOLLOWERS[key] = get_ident(), wrap
+    _FOLLOWERS[key] = get_ident() if known is None else known, wrap
 
     def end() -> None:
         if _FOLLOWERS.pop(key, None) is not None and not _FOLLOWERS:
@@ -161,9 +163,25 @@ def _forward(node: Any, *args: Any) -> Any:
 
 
 def _follow(region: Any) -> None:
-    for thread, wrap in list(_FOLLOWERS.values()):
-        if thread == get_ident():
+    for whose, wrap in list(_FOLLOWERS.values()):
+        if isinstance(whose, WeakSet):
+            whose.add(region)
+        if isinstance(whose, WeakSet) or whose == get_ident():
             wrap_recomputation(region, wrap)
+
+
+def before_recomputations(ask: Callable[[Any], None]) -> tuple[Any, str, Callable[[Any], Any]]:
+    """The place where torch begins to recompute a non-reentrant checkpoint: ``ask`` is called first, with its frame."""
+
+    def asking(hook: Any) -> Any:
+        @wraps(hook, updated=())
+        def begin(region: weakref.ref[Any], group: Any) -> Any:
+            ask(region())
+            return hook(region, group)
+
+        return begin
+
+    return checkpoint_module, "_recomputation_hook", asking
 
 
 class Checkpoint(NamedTuple):

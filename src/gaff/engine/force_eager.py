@@ -12,16 +12,19 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from gaff.address.nested import iter_tensors
-from gaff.compat.compiler import has_asked_to_compile, is_loaded
+from gaff.compat import checkpoints
+from gaff.compat.compiler import has_asked_to_compile, has_compiled, is_loaded
 from gaff.compat.modes import dispatch_modes, plainly
+from gaff.engine import recomputations
 from gaff.engine.flops import FlopCount
 from gaff.engine.process.alone import Unanswered
 from gaff.engine.replacements import Held, Replacements
-from gaff.errors import PlanError
+from gaff.errors import ExactnessError, PlanError
 
 EAGER = "compiled code ran eagerly while the session was open (torch.compiler.set_stance('force_eager'))"
 EAGER_IF_ANY = f"of a model that is not compiled itself, in a process that has compiled: if any called it, {EAGER}"
@@ -35,6 +38,8 @@ def _force() -> ExitStack:
     """
     with ExitStack() as forced:
         forced.enter_context(_CONTROL_FLOW)
+        forced.enter_context(recomputations.before_each(_need_eager))
+        forced.callback(checkpoints.follow_regions(_eagerly, _BEGUN))
         try:
             forced.enter_context(torch.compiler.set_stance("force_eager"))
         except RuntimeError as error:
@@ -42,6 +47,30 @@ def _force() -> ExitStack:
                 "a session cannot be opened inside compiled code: expected it around the call of what is compiled"
             ) from error
         return forced.pop_all()
+
+
+def _eagerly(recompute: Callable[..., Any]) -> Callable[..., Any]:
+    """What a checkpoint recomputes that began while code was kept eager: eagerly, too, whoever still keeps it so.
+
+    What compiled code saves is matched by its place with what eager code has saved, and would be taken for it.
+    """
+
+    @functools.wraps(recompute)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with forced_eager:
+            return recompute(*args, **kwargs)
+
+    return run
+
+
+def _need_eager(region: Any) -> None:
+    """Raises ExactnessError for a checkpoint that began before code was kept eager, where some code is compiled."""
+    if region not in _BEGUN and has_compiled():
+        raise ExactnessError(
+            "a session has compiled code run eagerly, and a checkpoint whose forward ran before it would be recomputed "
+            "so: what it saves would be taken for what compiled code has saved. Expected the session around both "
+            "forward and backward, or around neither"
+        )
 
 
 def _is_traced() -> bool:
@@ -75,6 +104,7 @@ _OPS = torch.ops.higher_order
 _CONTROL_FLOW = Replacements(
     *((getattr(_OPS, name), "dispatch", _as_python) for name in _OPERATORS if hasattr(_OPS, name)),
 )
+_BEGUN: WeakSet[Any] = WeakSet()  # checkpoints that began while code was kept eager
 forced_eager = Held(_force)
 
 

@@ -262,13 +262,13 @@ class ForwardHook(ExitHook):
     def __init__(self, inside: Inside, func: Any, node: Node, edits: tuple[Any, ...]) -> None:
         super().__init__(inside, func, node, edits)
         self.taps = ()
-        self._eager: list[int] = []  # threads on which the forward has just run eagerly
+        self._eager: dict[int, Any] = {}  # by thread: what the forward returned that ran there eagerly, at last
         self.ran_eagerly = torch.compiler.disable(self._ran_eagerly)
 
     def exit(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The forward returns ``output``: tell its gradients where that is compiled. None, or a copy to go on with."""
         if not torch.compiler.is_compiling():
-            self.ran_eagerly()
+            self.ran_eagerly(output)
             return None
         if not has_gradients(structure_of(output, [])):
             return None
@@ -288,13 +288,14 @@ class ForwardHook(ExitHook):
     def has_told(self, output: Any) -> bool:
         """Outside of compiled code: whether the gradients of ``output`` are heard inside of it.
 
-        They are not where all code runs eagerly; the module may then not even have come to its forward (``skip``).
+        They are not where all code runs eagerly; the module may then not even have come to its forward (``skip``). A
+        program may call a forward by itself, which is no call of the module: what it returned is then another tensor.
         """
-        thread = get_ident()
-        if thread in self._eager:
-            self._eager.remove(thread)
+        eager = self._eager.pop(get_ident(), None)
+        tensors = [tensor for _, tensor in iter_tensors(output)]
+        if compiler.stance() == "force_eager" or (eager is not None and any(one is eager() for one in tensors)):
             return False
-        return compiler.stance() != "force_eager" and any(tensor.requires_grad for _, tensor in iter_tensors(output))
+        return any(one.requires_grad for one in tensors)
 
     def left(self, output: Any) -> None:
         """Outside, after it has told: count the call and tell the taps, which the hooks of ``modules`` would do."""
@@ -308,8 +309,10 @@ class ForwardHook(ExitHook):
         if node.mark is not None:
             node.mark(run, output)
 
-    def _ran_eagerly(self) -> None:
-        self._eager.append(get_ident())
+    def _ran_eagerly(self, output: Any) -> None:
+        first = next((tensor for _, tensor in iter_tensors(output)), None)
+        if first is not None:
+            self._eager[get_ident()] = ref(first)
 
 
 class LeaveHook(HookInside):
