@@ -421,6 +421,7 @@ def test_a_checkpointed_function_is_recomputed_with_what_stood_in(body, use_reen
         for one, other in zip(told, expected, strict=True):
             torch.testing.assert_close(one, other)
     assert type(model.a.weight) is nn.Parameter
+    del told, expected, one, other  # edits stay as long as the graph of what was returned does
     assert checkpoints._CheckpointFrame.__init__ is begin
     assert checkpoints.CheckpointFunction.forward is forward
 
