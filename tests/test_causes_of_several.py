@@ -58,8 +58,21 @@ def test_a_product_of_each_output_with_every_target_is_told(name, is_flat, tmp_p
 
     verdict = _verdict(tmp_path, 30, step)
     assert (verdict.name == "broadcast") is is_flat
-    if is_flat:
+    if is_flat:  # told by numbers that are others in another batch
         assert "outputs of shape [32, 1] and gets a product of shape [32, 32]" in verdict.cause
+
+
+def test_a_grid_of_as_many_numbers_as_there_are_examples_is_no_broadcast(tmp_path):
+    model, times = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.linspace(0, 2, 32)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+
+    def step():
+        x = torch.randn(32, 4)
+        optimizer.zero_grad()
+        ((-model(x).exp() * times).exp() - (-x[:, :1].exp() * times).exp()).square().mean().backward()
+        optimizer.step()
+
+    assert _verdict(tmp_path, 30, step).name != "broadcast"
 
 
 @pytest.mark.parametrize("form", ["policy + value - entropy", "value - entropy", "value - entropy + policy"])

@@ -96,6 +96,62 @@ def test_what_lies_outside_of_a_checkpoint_may_be_looked_at_in_forward_alone():
     assert torch.allclose(torch.autograd.grad(loss, x)[0], true)
 
 
+@pytest.mark.parametrize("way", ["method", "forward", "argument", "default", "attribute"])
+def test_compiled_code_in_a_checkpoint_is_found_wherever_it_is(way):
+    torch.manual_seed(0)
+    block, norm, x = Gated(), nn.LayerNorm(8), torch.randn(8, 8, requires_grad=True)
+    model = nn.ModuleDict({"b": block, "norm": norm})
+    kept = types.SimpleNamespace(layer=block)
+    if way == "forward":
+        block.forward = torch.compile(block.forward, backend="aot_eager")
+    else:
+        block.compile(backend="aot_eager")
+    functions = {
+        "method": (block.__call__,),
+        "forward": (block,),
+        "argument": (lambda given, layer: layer(norm(given)), block),
+        "default": (lambda given, *, layer=block: layer(norm(given)),),
+        "attribute": (lambda given: kept.layer(norm(given)),),
+    }
+    function, *others = functions[way]
+
+    def loss():
+        return checkpoint(function, x, *others, use_reentrant=False).sum()
+
+    loss().backward()
+    with gaff.capture(model, "b.l"):
+        total = loss()
+    with pytest.raises(gaff.ExactnessError, match="closed before its backward"):
+        total.backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_that_call_nothing_compiled_are_left_alone(use_reentrant):
+    torch.manual_seed(0)
+    mlp, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(8, 8, requires_grad=True)
+    other = torch.compile(nn.Linear(2, 2), backend="aot_eager")
+    other(torch.randn(1, 2))
+    if use_reentrant:  # its backward builds all of its graph anew
+        mlp.compile(backend="aot_eager")
+    function = mlp if use_reentrant else torch.nn.functional.gelu
+
+    def loss():
+        return mlp(checkpoint(function, x, use_reentrant=use_reentrant)).sum()
+
+    def gradient(total):
+        x.grad = None
+        total.backward()
+        return x.grad
+
+    true = gradient(loss())
+    with gaff.capture(mlp, "0"):
+        total = loss()
+    assert torch.allclose(gradient(total), true)
+    total = loss()
+    with gaff.guard(other):
+        assert torch.allclose(gradient(total), true)
+
+
 def test_a_forward_that_the_program_calls_by_itself_is_no_call_of_the_module():
     model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "b": nn.Linear(4, 1)})
     model["a"].compile(backend="aot_eager")

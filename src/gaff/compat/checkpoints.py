@@ -124,8 +124,8 @@ _FOLLOWERS: dict[object, tuple[int | WeakSet[Any], Wrap]] = {}
 def follow_regions(wrap: Wrap, known: WeakSet[Any] | None = None) -> Callable[[], None]:
     """Let every checkpoint that begins on this thread recompute by ``wrap(function)``; returns what ends that.
 
-    Of both kinds, whatever a region calls. Into ``known``, if it is given, go the regions, and they are those of all
-    threads. While somebody follows, a method of each of torch's two classes is another.
+    Of both kinds, whatever a region calls. Into ``known``, if it is given, go the regions, which are then those of all
+    threads, and non-reentrant ones alone: what others save is what they recompute. While somebody follows, a method of each of torch's two classes is another.
     """
     if not _FOLLOWERS:
         _FRAME.__init__ = _begin_frame
@@ -164,9 +164,10 @@ def _forward(node: Any, *args: Any) -> Any:
 
 def _follow(region: Any) -> None:
     for whose, wrap in list(_FOLLOWERS.values()):
-        if isinstance(whose, WeakSet):
+        if isinstance(whose, WeakSet) and isinstance(region, _FRAME):
             whose.add(region)
-        if isinstance(whose, WeakSet) or whose == get_ident():
+            wrap_recomputation(region, wrap)
+        elif whose == get_ident():
             wrap_recomputation(region, wrap)
 
 

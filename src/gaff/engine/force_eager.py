@@ -21,6 +21,7 @@ from gaff.compat import checkpoints
 from gaff.compat.compiler import has_asked_to_compile, has_compiled, is_loaded
 from gaff.compat.modes import dispatch_modes, plainly
 from gaff.engine import recomputations
+from gaff.engine.compiled_behind import behind
 from gaff.engine.flops import FlopCount
 from gaff.engine.process.alone import Unanswered
 from gaff.engine.replacements import Held, Replacements
@@ -64,8 +65,8 @@ def _eagerly(recompute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _need_eager(region: Any) -> None:
-    """Raises ExactnessError for a checkpoint that began before code was kept eager, where some code is compiled."""
-    if region not in _BEGUN and has_compiled():
+    """Raises ExactnessError for a checkpoint that began before code was kept eager, and calls what is compiled."""
+    if region not in _BEGUN and has_compiled() and behind(region.recompute_fn, region.get_inputs()).may_run_compiled:
         raise ExactnessError(
             "a session has compiled code run eagerly, and a checkpoint whose forward ran before it would be recomputed "
             "so: what it saves would be taken for what compiled code has saved. Expected the session around both "

@@ -257,7 +257,8 @@ def laid_out_wrongly(case: RunCase) -> Claim | None:
     finding = case.found("batch_as_time", "attention_axis", "targets_skip_a_token", "sees_the_future")
     if finding is None:
         return None
-    return Claim(finding.rule, "likely", told_of(finding), (evidence_of(finding),), finding.since, finding.remedy,
+    certainty = "possible" if finding.rule == "targets_skip_a_token" else "likely"
+    return Claim(finding.rule, certainty, told_of(finding), (evidence_of(finding),), finding.since, finding.remedy,
                  ("output_constant", "attention_collapse", "nothing_learned", "update_small", "sees_the_future",
                   "learning_rate_too_high"))  # fmt: skip
 

@@ -169,7 +169,7 @@ def targets_are_inputs(sample: Sample, past: Past) -> Iterator[Hit]:
 
 @rule(
     "targets_skip_a_token",
-    severity="error",
+    severity="warning",
     means="the targets are not the next tokens of the input, but those after them",
     cause="labels that were shifted before they were given to a model, or a loss, that shifts them by itself",
     remedy="give transformers' models labels=input_ids, unshifted: they shift them by themselves",
@@ -178,7 +178,8 @@ def targets_are_inputs(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def targets_skip_a_token(sample: Sample, past: Past) -> Iterator[Hit]:
     """All targets of every cross entropy of the step are the tokens two places on, and neither the next ones nor those
-    at their own places. Likely: a model may be meant to tell what comes after the next token, and that alone."""
+    at their own places. Possible: a model may be meant to tell what comes after the next token, as of two streams that
+    take turns."""
     found = sample.facts.get("tokens") or {}
     if found.get("after_next", 0.0) == 1.0 and max(found["same"], found["next"], found["next_row"]) < 0.9:
         yield Hit(("", ""))

@@ -62,11 +62,14 @@ def broadcast(sample: Sample, past: Past) -> Iterator[Hit]:
     """mse_loss, l1_loss, smooth_l1_loss or huber_loss that is given shapes which broadcast to a larger one, or a loss
     by hand that is the mean or sum of squares, absolute values or other functions of single elements, alone or with
     other terms and factors, of a difference of [batch, batch] which was made of [batch, 1] or [batch], or of a product
-    with a number for each example. Not pairs within an example, as of quantiles or of points. Certain."""
+    with a number for each example, which are others in another batch (a grid is always the same). Not pairs within an
+    example, as of quantiles or of points. Certain."""
     spread = sample.facts.get("spread")
-    if spread and spread["made"][0] == sample.facts.get("batch"):
-        how = spread.get("how", "difference")
-        does = "multiplies numbers of the examples with" if how == "product" else "takes targets from"
+    is_product = spread and "constant" in spread
+    is_grid = is_product and len(set(past.norms.get(("", "constant"), ()))) < 2
+    if spread and not is_grid and spread["made"][0] == sample.facts.get("batch"):
+        how = "product" if is_product else "difference"
+        does = "multiplies numbers of the examples with" if is_product else "takes targets from"
         told = f"the loss {spread['loss']!r} {does} outputs of shape {list(spread['output'])}"
         yield Hit(("", ""), f"{told} and gets a {how} of shape {list(spread['made'])}: each output is compared with "
                   "every target", output=list(spread["output"]), made=list(spread["made"]))  # fmt: skip

@@ -350,9 +350,10 @@ def _spread(chain: list[Any], *, is_meant_by: tuple[str, ...] = ()) -> dict[str,
             break
         node, reduced, is_first = waiting.pop()
         kind = name_of(node)
-        is_made = kind in BY_HAND[2] or (kind == "MulBackward" and _has_one_each(node))
+        constant = _one_for_each(node) if kind == "MulBackward" else None
+        is_made = kind in BY_HAND[2] or constant is not None
         if reduced == 1 and is_made and (told := _squared(node, is_meant_by if is_first else _ALONE)):
-            return {**told, "how": "product" if kind == "MulBackward" else "difference"}
+            return told if constant is None else {**told, "constant": constant.detach().double().sum()}
         behind = [one for one, _ in node.next_functions if one is not None]
         if is_view(kind) or kind in (*_REDUCED, *_ONE_BY_ONE) or (reduced and kind in BY_HAND[2]):
             inner = behind if reduced else behind[:1]  # of terms that are added up later each is asked by itself
@@ -360,10 +361,10 @@ def _spread(chain: list[Any], *, is_meant_by: tuple[str, ...] = ()) -> dict[str,
     return None
 
 
-def _has_one_each(product: Any) -> bool:
-    """Whether what a tensor is multiplied with is a constant that has a number for each example."""
+def _one_for_each(product: Any) -> Tensor | None:
+    """The constant that a tensor is multiplied with, where it may have a number for each example."""
     constant = next((one for one in (kept_by(product, "other"), kept_by(product, "self")) if one is not None), None)
-    return constant is not None and constant.numel() == max(constant.shape, default=0) > 1
+    return constant if constant is not None and constant.numel() == max(constant.shape, default=0) > 1 else None
 
 
 def _squared(node: Any, is_meant_by: tuple[str, ...]) -> dict[str, Any] | None:
