@@ -125,7 +125,8 @@ def follow_regions(wrap: Wrap, known: WeakSet[Any] | None = None) -> Callable[[]
     """Let every checkpoint that begins on this thread recompute by ``wrap(function)``; returns what ends that.
 
     Of both kinds, whatever a region calls. Into ``known``, if it is given, go the regions, which are then those of all
-    threads, and non-reentrant ones alone: what others save is what they recompute. While somebody follows, a method of each of torch's two classes is another.
+    threads, and non-reentrant ones alone: what others save is what they recompute. While somebody follows, a method of
+    each of torch's two classes is another.
     """
     if not _FOLLOWERS:
         _FRAME.__init__ = _begin_frame
