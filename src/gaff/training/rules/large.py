@@ -18,6 +18,27 @@ _LEAST_TOKENS = 64  # that each expert would have had in a balanced router, befo
 
 
 @rule(
+    "step_not_finite",
+    severity="error",
+    means="the optimizer's step made NaN or inf of a gradient that is finite",
+    cause="numbers that the optimizer's own dtype does not hold: Adam's eps of 1e-8 is zero in float16, and squares of "
+    "gradients overflow there above 256; or a learning rate that is far too high",
+    remedy="keep weights in float32 and compute in float16 by torch.autocast; or eps=1e-4, and a lower learning rate",
+    least=1,
+    share=0.0,
+)
+def step_not_finite(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A parameter that was finite, with a gradient that was, has a NaN or inf in its update. Certain."""
+    for key, one in sample.parameters.items():
+        rows = [sample.rows.get(key), sample.of(key, "grad"), sample.of(key, "update")]
+        weight, gradient, update = rows
+        if weight is None or gradient is None or update is None or not gradient.count:
+            continue
+        if update.nonfinite and not weight.nonfinite and not gradient.nonfinite:
+            yield Hit(key, gradient_rms=gradient.rms, nonfinite=update.nonfinite, dtype=one.dtype, lr=one.lr)
+
+
+@rule(
     "attention_collapse",
     severity="warning",
     means="nearly all attention is on one position: its entropy has collapsed",

@@ -218,14 +218,9 @@ def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: di
         if is_log_of_nll and names[0].startswith("NllLoss2D") and not any(map(is_view, names[:at])):
             _note_axis(chain[at], name, found)
         is_end = all(is_view(other) or other in _ENDS or other.startswith(_OF_TARGETS) for other in names[:at])
-        _note_softmax(
-            chain[at],
-            name,
-            found,
-            is_end=is_end,
-            is_of_nll=not _TURNS.intersection(names[:at])
-            and (is_log_of_nll or (is_picked and "LogBackward" in names[:at])),
-        )
+        is_of_nll = is_log_of_nll or (is_picked and "LogBackward" in names[:at])
+        is_of_nll &= not _TURNS.intersection(names[:at])
+        _note_softmax(chain[at], name, found, is_end=is_end, is_of_nll=is_of_nll)
     if one.startswith("BinaryCrossEntropy"):
         _note_targets(chain[at], name, found)
     is_whole = all(is_view(other) or other in ("MeanBackward", "SumBackward", "DivBackward") for other in names[:at])
