@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -56,16 +56,19 @@ def behind(*given: Any) -> InSight:
 
 
 def _held_by(one: Any) -> Iterator[Any]:
-    """What an object holds that it may call: of torch's own and of gaff's, what they close over alone."""
+    """What an object holds that it may call: of torch's own and of gaff's, what they close over alone.
+
+    Runs nothing of the program's own: neither properties nor what a mapping of its own does to tell its values.
+    """
     if isinstance(one, FunctionType):
         yield from _held_by_function(one)
     elif isinstance(one, MethodType):
         yield from (one.__self__, one.__func__)
     elif isinstance(one, partial):
         yield from (one.func, *one.args, *one.keywords.values())
-    elif isinstance(one, Mapping):
-        yield from list(one.values())
-    elif isinstance(one, (list, tuple, Set)):
+    elif isinstance(one, dict):
+        yield from list(dict.values(one))
+    elif isinstance(one, (list, tuple, set, frozenset)):
         yield from list(one)
     elif isinstance(one, nn.Module):
         yield from one.children()
@@ -90,7 +93,7 @@ def _held_by_function(function: FunctionType) -> Iterator[Any]:
             if not isinstance(found, ModuleType):
                 yield found
             elif not found.__name__.startswith(("torch", "gaff")):  # what the function calls of it
-                yield from (getattr(found, other, None) for other in function.__code__.co_names)
+                yield from map(vars(found).get, function.__code__.co_names)
 
 
 def _is_ours(one: Any) -> bool:

@@ -247,8 +247,8 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         self._codes = tuple(_patterns(model, taps))
 
     def __enter__(self) -> CompiledHooks:
-        self._regions.__enter__()
         self._own.open()
+        self._regions.__enter__()
         return self
 
     @compiler.never_traced

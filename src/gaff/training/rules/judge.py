@@ -279,7 +279,7 @@ class Judge:
             if one["count"] >= LEAST_TARGETS:
                 past.targets.add(one["low"] if one["low"] == one["high"] else math.inf)
         rate = max((one.lr for one in sample.parameters.values()), default=0.0)
-        for name, value in (("lr", rate), ("constant", (sample.facts.get("spread") or {}).get("constant", 0.0))):
+        for name, value in (("lr", rate), ("constant", (sample.facts.get("spread") or {}).get("constant", math.nan))):
             past.norms.setdefault(("", name), deque(maxlen=_NORMS)).append(value)
         past.trained |= {key[0] for key, one in sample.parameters.items() if one.optimizer is not None and one.has_grad}
 

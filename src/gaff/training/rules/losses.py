@@ -66,7 +66,7 @@ def broadcast(sample: Sample, past: Past) -> Iterator[Hit]:
     example, as of quantiles or of points. Certain."""
     spread = sample.facts.get("spread")
     is_product = spread and "constant" in spread
-    is_grid = is_product and len(set(past.norms.get(("", "constant"), ()))) < 2
+    is_grid = is_product and len({one for one in past.norms.get(("", "constant"), ()) if not math.isnan(one)}) < 2
     if spread and not is_grid and spread["made"][0] == sample.facts.get("batch"):
         how = "product" if is_product else "difference"
         does = "multiplies numbers of the examples with" if is_product else "takes targets from"

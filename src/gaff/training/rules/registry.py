@@ -125,7 +125,7 @@ class Past:
     entropy: dict[Key, float] = field(default_factory=dict)  # the highest so far
     norms: dict[Key, deque[float]] = field(default_factory=dict)  # of gradients and updates, at the latest 32; of all
     # together by the model's name and the port; by no name the highest learning rate, as "lr", and the sum of what
-    # outputs are multiplied with in a loss, as "constant"
+    # outputs are multiplied with in a loss, as "constant", NaN where there is none
     loads: dict[Key, deque[Load]] = field(default_factory=dict)  # of routers, at the latest sixteen
     losses: dict[str, list[float]] = field(default_factory=dict)  # at the first looks
     recent: dict[str, deque[float]] = field(default_factory=dict)  # at the latest ones, both with the first's weight

@@ -332,17 +332,8 @@ def update_large(sample: Sample, past: Past) -> Iterator[Hit]:
     """
     if any(has_fallen(past, name, 0.5) for name in past.losses):
         return
-    for told in ratios_of_updates(sample).values():
-        ratios = {key: ratio for key, ratio in told.items() if sample.parameters[key].kind == "weight"}
-        large = {key: ratio for key, ratio in ratios.items() if ratio > 0.1}
-        if len(large) > len(ratios) / 2 and sample.step >= 3:
-            key = max(large, key=lambda one: large[one])
-            yield Hit(
-                key,
-                update_ratio=large[key],
-                lr=sample.parameters[key].lr,
-                weight_tensors=f"{len(large)} of {len(ratios)}",
-            )
+    for key, ratio, tensors in _largest_updates(sample, 0.1) if sample.step >= 3 else ():
+        yield Hit(key, update_ratio=ratio, lr=sample.parameters[key].lr, weight_tensors=tensors)
 
 
 @rule(
@@ -357,12 +348,8 @@ def update_large(sample: Sample, past: Past) -> Iterator[Hit]:
 def first_steps_large(sample: Sample, past: Past) -> Iterator[Hit]:
     """rms(update) / rms(weight) above 0.3 in more than half of the weights, in two looks at the first ten steps. As for
     ``update_large``, parameters of one dimension and embeddings are left out."""
-    for told in ratios_of_updates(sample).values() if sample.step <= 10 else ():
-        ratios = {key: ratio for key, ratio in told.items() if sample.parameters[key].kind == "weight"}
-        large = {key: ratio for key, ratio in ratios.items() if ratio > 0.3}
-        if len(large) > len(ratios) / 2:
-            key = max(large, key=lambda one: large[one])
-            yield Hit(("", ""), update_ratio=large[key], lr=sample.parameters[key].lr)
+    for key, ratio, _ in _largest_updates(sample, 0.3) if sample.step <= 10 else ():
+        yield Hit(("", ""), update_ratio=ratio, lr=sample.parameters[key].lr)
 
 
 @rule(
@@ -459,6 +446,16 @@ def stepped(sample: Sample) -> dict[str, list[tuple[Key, Parameter]]]:
         if one.optimizer is not None and not sample.facts.get("has_closure"):
             found.setdefault(key[0], []).append((key, one))
     return found
+
+
+def _largest_updates(sample: Sample, limit: float) -> Iterator[tuple[Key, float, str]]:
+    """Of each model of which most weights have a ratio of update to weight above ``limit``: the largest; how many."""
+    for told in ratios_of_updates(sample).values():
+        ratios = {key: ratio for key, ratio in told.items() if sample.parameters[key].kind == "weight"}
+        large = {key: ratio for key, ratio in ratios.items() if ratio > limit}
+        if len(large) > len(ratios) / 2:
+            key = max(large, key=lambda one: large[one])
+            yield key, large[key], f"{len(large)} of {len(ratios)}"
 
 
 def ratios_of_updates(sample: Sample) -> dict[str, dict[Key, float]]:

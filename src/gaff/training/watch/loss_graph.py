@@ -215,12 +215,12 @@ def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: di
     if one == "SoftmaxBackward":
         before = next((place for place in range(at - 1, -1, -1) if not _is_passed(names[place])), 0)  # log(p + 1e-9)
         is_log_of_nll = names[before] == "LogBackward" and names[0].startswith("NllLoss")
-        if is_log_of_nll and names[0].startswith("NllLoss2D") and not any(map(is_view, names[:at])):
+        if is_log_of_nll and names[0][:9] == "NllLoss2D" and not any(map(is_view, names[:at])):
             _note_axis(chain[at], name, found)
         is_end = all(is_view(other) or other in _ENDS or other.startswith(_OF_TARGETS) for other in names[:at])
         is_of_nll = is_log_of_nll or (is_picked and "LogBackward" in names[:at])
-        is_of_nll &= not _TURNS.intersection(names[:at])
-        _note_softmax(chain[at], name, found, is_end=is_end, is_of_nll=is_of_nll)
+        is_straight = _TURNS.isdisjoint(names[:at])
+        _note_softmax(chain[at], name, found, is_end=is_end, is_of_nll=is_of_nll and is_straight)
     if one.startswith("BinaryCrossEntropy"):
         _note_targets(chain[at], name, found)
     is_whole = all(is_view(other) or other in ("MeanBackward", "SumBackward", "DivBackward") for other in names[:at])
@@ -336,8 +336,7 @@ def _spread(chain: list[Any], *, is_meant_by: tuple[str, ...] = ()) -> dict[str,
 
     Or of a product with a constant that has a number for each example. Of a loss that is one mean, sum or norm of it,
     with functions of single elements before and after, also of several tensors, as where an error is divided by a
-    variance. ``is_meant_by``: nodes that give a tensor a further
-    dimension, as those do who compare all with all on purpose.
+    variance. ``is_meant_by``: nodes that give a further dimension, as where all are compared with all on purpose.
     """
     waiting = [(one, 0, True) for one in chain[:1]]  # with how many reductions were passed, and whether in the chain
     for _ in range(_MOST_ALONG):
