@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -29,12 +29,14 @@ class Regions(AbstractContextManager["Regions"]):
     """The checkpoints that begin while a session has hooks on ``modules``, in compiled code; open as long as it is.
 
     A checkpoint around such a module raises ExactnessError when it recomputes and the session has closed, or was not
-    open yet when it began.
+    open yet when it began; not where all such modules in it ran eagerly, as layers of torch's own, which torch does not
+    compile there.
     """
 
     def __init__(self) -> None:
         self.modules: WeakSet[nn.Module] = WeakSet()
         self._known: WeakSet[Any] = WeakSet()
+        self._eager: WeakKeyDictionary[Any, WeakSet[nn.Module]] = WeakKeyDictionary()  # by region
         self._opened, self._is_open = ExitStack(), False
 
     def __enter__(self) -> Regions:
@@ -47,27 +49,33 @@ class Regions(AbstractContextManager["Regions"]):
         self._is_open = False
         self._opened.close()
 
+    def ran_eagerly(self, module: nn.Module) -> None:
+        """The forward of a module with hooks of this session runs eagerly: note it of the checkpoints around it."""
+        for found in checkpoints.enclosing():
+            if not found.is_again:
+                self._eager.setdefault(found.frame, WeakSet()).add(module)
+
     def _need(self, region: Any) -> None:
         """Raises ExactnessError for a checkpoint around compiled modules that began before this session."""
-        if region not in self._known and self._concerns(region.recompute_fn, region.get_inputs()):
+        if region not in self._known and self._concerns(region, region.recompute_fn, region.get_inputs()):
             raise ExactnessError(_APART.format("opened after its forward"))
 
     def _while_open(self, recompute: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(recompute)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_open and self._concerns(recompute, args, kwargs):
+            region = next((one.frame for one in checkpoints.enclosing() if one.is_again), None)
+            if not self._is_open and self._concerns(region, recompute, args, kwargs):
                 raise ExactnessError(_APART.format("closed before its backward"))
             return recompute(*args, **kwargs)
 
         return run
 
-    def _concerns(self, *given: Any) -> bool:
+    def _concerns(self, region: Any, *given: Any) -> bool:
         """Whether what a checkpoint calls, or is given, has compiled modules with hooks of this session inside them.
 
         Also where a compiled function is in sight, or not all of it, and a module with such hooks.
         """
-        found = behind(*given)
-        if any(one in self.modules for module in found.compiled for one in module.modules()):
-            return True
+        found, eager = behind(*given), self._eager.get(region, ())
         is_open = found.has_function or (not found.is_whole and compiler.has_compiled())
-        return is_open and any(one in self.modules for one in found.modules)
+        inner = (one for module in found.compiled for one in module.modules())
+        return any(one in self.modules and one not in eager for one in (found.modules if is_open else inner))
