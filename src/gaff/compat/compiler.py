@@ -9,11 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 
 _LATER: set[CodeType] = set()  # code that Dynamo is to leave alone, once it is loaded
 _UNCOMPILED: set[CodeType] = set()  # code of hooks that Dynamo was told to leave alone
@@ -139,6 +140,17 @@ def never_traced(hook: Callable[..., Any]) -> Callable[..., Any]:
     function._torchdynamo_disable = True  # what torch.compiler.disable sets, which would load the compiler
     function._torchdynamo_disable_msg = "gaff looks at a step here"
     return uncompiled(hook)
+
+
+@cache
+def only_eagerly(function: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """``function`` itself, which from now on does nothing in code that Dynamo compiles.
+
+    A question for ``torch.compiler.is_compiling`` would have Dynamo keep a graph of code that computes nothing, which
+    it else leaves alone.
+    """
+    torch.compiler.substitute_in_graph(function)(lambda module: None)
+    return uncompiled(function)
 
 
 @contextmanager

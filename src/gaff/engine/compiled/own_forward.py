@@ -16,7 +16,6 @@ from types import FunctionType, MethodType
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -99,12 +98,11 @@ def _with_exits(kind: Any) -> Any:
     """
     known, alone = kind.forward, compiler.left_alone(kind.forward)
     type_of, read, is_changed = type, getattr, changes_output  # which names of the user's own may hide
-    is_compiling, note = torch.compiler.is_compiling, torch.compiler.disable(_note_eager)
+    note = compiler.only_eagerly(_note_eager)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Compiled by Dynamo. The hooks are those in torch's own table, which it guards; they leave this to here."""
-        if not is_compiling():
-            note(self)
+        note(self)
         whole = type_of(self).forward
         output = (alone if whole is known else whole)(self, *args, **kwargs)
         hook: Any
