@@ -347,3 +347,22 @@ def test_weights_of_attention_are_those_that_each_kernel_uses(dtype, backend, he
     rows = slice(4, None)  # some kernels leave a query that may see nothing as NaN
     torch.testing.assert_close(got[site][:, :, rows], bare[:, :, rows, :48], **at)
     torch.testing.assert_close(half[:, :, rows] * 2, bare[:, :, rows], **at)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_batches_on_a_device_are_told_apart(tmp_path, is_kept):
+    model, _ = model_and_batch()
+    data = torch.utils.data.TensorDataset(torch.randn(256, 64))
+    loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    kept = next(iter(loader))[0].cuda()
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        for _ in range(3):
+            for (batch,) in loader:
+                optimizer.zero_grad()
+                model(kept if is_kept else batch.cuda()).square().mean().backward()
+                optimizer.step()
+    record = Record(tmp_path / "run")
+    looks = [one for _, one in record.events("look", record.ranks[0])]
+    assert len({one["fingerprint"] for one in looks}) == (1 if is_kept else len(looks))
+    assert ("one_batch" in [one.rule for one in gaff.load(tmp_path / "run").findings]) == is_kept

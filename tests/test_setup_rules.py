@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gaff
 from gaff.engine.process.functions import LOSSES
 from gaff.record.run import _case
+from gaff.training.watch import step_facts
 
 STEPS = 40
 
@@ -117,6 +118,33 @@ def test_a_loader_that_is_begun_anew_in_every_step(tmp_path, shuffle, name):
     loader = loader_of(shuffle)
     told = regression(lambda model, x, y: F.mse_loss(model(x), y), tmp_path, data=lambda *_: next(iter(loader)))
     assert told.name == name
+
+
+@pytest.mark.parametrize(("is_kept", "name"), [(True, "one_batch"), (False, "")])
+def test_a_batch_that_was_taken_before_the_loop(tmp_path, is_kept, name):
+    loader, kept = loader_of(True), []
+    batches = (batch for _ in range(10) for batch in loader)
+
+    def given(*_):
+        kept.append(next(batches))
+        return kept[0 if is_kept else -1]
+
+    told = regression(lambda model, x, y: F.mse_loss(model(x), y), tmp_path, data=given, steps=40)
+    assert (told.state, told.name) == (("suspicious" if name else "healthy"), name)
+    assert not is_kept or "the same batch at each of " in told.cause
+
+
+def test_a_checksum_on_a_device_tells_batches_apart():
+    batch = torch.randn(16, 6)
+    other = batch.clone()
+    other[3, 4] += 1e-3
+    turned = batch.flip(0)
+    sums = [
+        step_facts.summed_bytes(one).item() for one in (batch, batch.clone(), batch.T.contiguous().T, other, turned)
+    ]
+    assert sums[0] == sums[1] == sums[2]
+    assert len(set(sums[2:])) == 3
+    assert step_facts.device_checksum((batch,), {}) is None  # the CPU's is read at once
 
 
 def test_all_data_in_every_step_is_no_fault(tmp_path):

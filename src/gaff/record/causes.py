@@ -132,7 +132,7 @@ READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_
          "mask_inverted", "step_not_finite")  # fmt: skip
 
 # Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
-FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant")
+FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant", "one_batch")
 
 _NO_RATE = 1e-12  # as the rule ``lr_zero`` has it
 _STOPS = ("not_cleared", "nll_of_scores", "lr_zero", "wrong_parameters", "cleared_before_step", "never_trained",

@@ -318,10 +318,12 @@ def _batches(
     """
     prints = [
         {step: one["fingerprint"] for step, one in record.events("look", record.ranks[0])
-         if one.get("phase") == "train" and isinstance(one.get("fingerprint"), str)}
+         if one.get("phase") == "train" and isinstance(one.get("fingerprint"), (str, int))}
         for record in (a, b)
     ]  # fmt: skip
-    common = sorted(prints[0].keys() & prints[1].keys())
+    common = sorted(
+        step for step in prints[0].keys() & prints[1].keys() if type(prints[0][step]) is type(prints[1][step])
+    )  # what devices sum is told as a number
     if not common:
         return []
     step = next((step for step in common if prints[0][step] != prints[1][step]), None)
@@ -331,7 +333,7 @@ def _batches(
     if types[0] != types[1] and (delta := _given_apart(lines)) <= allowed:
         told = ", ".join(sorted(types[0])), ", ".join(sorted(types[1]))
         return [DiffRow("the batch", "the batch", "batch", "close", delta, allowed, "type", *told, step=step)]
-    a_print, b_print = (one[step] for one in prints)
+    a_print, b_print = (str(one[step]) for one in prints)
     return [DiffRow("the batch", "the batch", "batch", "parted", math.inf, 0.0, _CHECKED, a_print, b_print, step=step)]
 
 

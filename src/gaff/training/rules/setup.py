@@ -34,8 +34,29 @@ def same_batch(sample: Sample, past: Past) -> Iterator[Hit]:
     """The checksum of what the model is given is that of the look before, while a DataLoader of two batches or more is
     begun anew in nearly every step."""
     batches = sample.facts.get("batches")
-    if batches and sample.facts.get("is_repeated") and sample.step >= 3 and batches["begun"] > 0.9 * sample.step:
+    if batches and sample.facts.get("repeats") and sample.step >= 3 and batches["begun"] > 0.9 * sample.step:
         yield Hit(("", ""), f"every step is made on the same batch; the DataLoader has {batches['count']} batches",
+                  batches=batches["count"], begun=batches["begun"])  # fmt: skip
+
+
+@rule(
+    "one_batch",
+    severity="warning",
+    means="every step is made on one batch, though the DataLoader has others",
+    cause="a batch that was taken before the loop is given to the model in it, or the loop's own goes by another name",
+    remedy="give the model what the loop takes from the DataLoader; to overfit one batch on purpose is no fault",
+    least=2,
+    share=0.95,
+)
+def one_batch(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The checksum of what the model is given has been the same at nine looks in a row, after twenty steps and as many
+    as the DataLoader has batches, two or more, while it is not begun anew in each."""
+    batches, repeats = sample.facts.get("batches"), sample.facts.get("repeats", 0)
+    if not batches or repeats < 8 or batches["begun"] > 0.9 * sample.step:
+        return
+    if sample.step >= max(20, batches["count"]):
+        yield Hit(("", ""), f"the model is given the same batch at each of {repeats + 1} looks in a row; the "
+                  f"DataLoader has {batches['count']} batches",
                   batches=batches["count"], begun=batches["begun"])  # fmt: skip
 
 

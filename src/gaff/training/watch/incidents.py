@@ -192,7 +192,8 @@ def of_spike(spike: Spike, step: int, batches: Sequence[tuple[Model, Batch]]) ->
     samples: list[int] = []
     for model, batch in batches[-1:]:
         evidence["model"] = model.name
-        evidence["batch_checksum"] = step_facts.fingerprint(batch.args, batch.kwargs)
+        if checksum := step_facts.fingerprint(batch.args, batch.kwargs):
+            evidence["batch_checksum"] = checksum
         samples, times = odd_samples(batch.args, batch.kwargs)
         if samples:
             evidence |= {"batch_indices": samples, "times_larger": times}

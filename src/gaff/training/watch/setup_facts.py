@@ -45,7 +45,9 @@ class SetupFacts:
         self._labels: dict[tuple[str, int], Tensor] = {}  # how often each class has come, by function and their number
         self._tokens = TokenFacts()
         self._layout = BatchLayout()
-        self._latest = self._fingerprint = ""  # of the first batch of the look before, and of this one
+        self._latest: str | Tensor = ""  # a checksum of the first batch of the look before
+        self._fingerprint: str | Tensor = ""  # of that of this one; as a tensor of those on a device
+        self._repeats: int | Tensor = 0  # looks in a row whose batch was that of the look before
         self._begun = 0
         self._batches = 0  # of the largest DataLoader so far
         self._unmatched: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
@@ -56,7 +58,8 @@ class SetupFacts:
             calls.switch(is_on=is_on and not has_asked_to_compile())
         if is_on:
             self._targets, self._tokens, self._layout, self._shares = [], TokenFacts(), BatchLayout(), {}
-            self._latest, self._fingerprint = self._fingerprint or self._latest, ""
+            self._latest = self._latest if self._is_new else self._fingerprint
+            self._fingerprint = ""
 
     def batch_given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A model is called that trains, in a step that is looked at: the first batch gets a checksum.
@@ -66,7 +69,9 @@ class SetupFacts:
         for known, told in list(self._unmatched.items()):
             if told.get("digests", ()) and told.pop("digests") != step_facts.digests(known):
                 del self._unmatched[known]
-        self._fingerprint = self._fingerprint or step_facts.fingerprint(args, kwargs)
+        if self._is_new:
+            on_device = step_facts.device_checksum(args, kwargs)
+            self._fingerprint = step_facts.fingerprint(args, kwargs) if on_device is None else on_device
         self._tokens.given(module, args, kwargs)
         self._layout.given(module, args, kwargs)
 
@@ -96,6 +101,11 @@ class SetupFacts:
             told = {"parameters": len(names), "missing": names[0], "given": keys.unexpected_keys[0]}
             self._unmatched[module] = {**told, "digests": step_facts.digests(module)}
 
+    @property
+    def _is_new(self) -> bool:
+        """Whether no batch with a checksum has been given since the look began."""
+        return isinstance(self._fingerprint, str) and not self._fingerprint
+
     def take(self) -> dict[str, Any]:
         """The facts of the step that was looked at; tensors in them may be on a device."""
         facts: dict[str, Any] = {"targets": tuple(self._targets), **self._tokens.take(),
@@ -103,9 +113,12 @@ class SetupFacts:
         entries = self._models.entries
         unmatched = [(entries.get(unwrap(module)), told) for module, told in self._unmatched.items()]
         facts["unmatched"] = [{**told, "model": one.model, "path": one.path} for one, told in unmatched if one]
-        if self._fingerprint:
+        if not self._is_new:
             facts["fingerprint"] = self._fingerprint
-            facts["is_repeated"] = self._fingerprint == self._latest
+            is_like = type(self._fingerprint) is type(self._latest)
+            is_same = is_like and self._fingerprint == self._latest
+            self._repeats = (self._repeats + 1) * is_same
+            facts["repeats"] = self._repeats
         if self._batches:
             facts["batches"] = {"count": self._batches, "begun": self._begun}
         return facts

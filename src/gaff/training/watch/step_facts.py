@@ -33,6 +33,7 @@ _MOST_CLASSES = 64  # of which it is told how often each comes
 _LEAST_ROWS = 8  # of a batch of targets whose variance says something
 _NORMAL = 1e-2  # by how much a sum of probabilities may be off, by rounding
 _MOST_BYTES = 1 << 16  # of a tensor in a fingerprint
+_MIXED = 0x9E3779B97F4A7C15 >> 1  # 2 ** 63 over the golden ratio, by which neighbouring places have distant weights
 
 
 def batch_size(args: Any, kwargs: Any) -> int:
@@ -45,20 +46,45 @@ def fingerprint(args: Any, kwargs: Any, most_bytes: int = _MOST_BYTES) -> str:
     """A checksum (CRC-32, as eight digits) of the beginning of every tensor of a batch; equal for equal batches.
 
     ``most_bytes`` of each are read, 65,536 if not said otherwise. Tensors on a device are left out, for they would have
-    to be waited for, and so are wrappers of others.
+    to be waited for, and so are wrappers of others; "" where there is no other.
     """
-    crc = 0
+    crc = None
+    for tensor in _plain_tensors(args, kwargs):
+        if not tensor.is_cpu:
+            continue
+        if tensor.is_contiguous():
+            crc = zlib.crc32(bytes_of(tensor, most_bytes), crc or 0)
+        elif tensor.numel():
+            crc = zlib.crc32(bytes_of(_beginning(tensor.detach(), most_bytes // tensor.element_size())), crc or 0)
+    return "" if crc is None else f"{crc:08x}"
+
+
+def device_checksum(args: Any, kwargs: Any) -> Tensor | None:
+    """The same of the tensors of a batch that lie on one device, the first of them: a number there, as int64.
+
+    The sum of all bytes, each with an odd weight by its place. None where nothing lies on a device. Waits for nothing.
+    """
+    told: Tensor | None = None
+    for tensor in _plain_tensors(args, kwargs):
+        if tensor.is_cpu or not tensor.numel() or (told is not None and told.device != tensor.device):
+            continue
+        told = summed_bytes(tensor.detach(), 31 * told if told is not None else 0)
+    return told
+
+
+@torch.no_grad()
+def summed_bytes(tensor: Tensor, start: Tensor | int = 0, most_bytes: int = _MOST_BYTES) -> Tensor:
+    """``start`` and the sum of the first bytes of a tensor, each with an odd weight by its place, modulo 2 ** 64."""
+    values = _beginning(tensor, most_bytes // tensor.element_size()).contiguous().view(torch.uint8)
+    places = torch.arange(1, values.numel() + 1, dtype=torch.int64, device=tensor.device)
+    return start + ((values + 1) * (places * _MIXED | 1)).sum()
+
+
+def _plain_tensors(args: Any, kwargs: Any) -> list[Tensor]:
     tensors = flat_tensors(args, kwargs)
     if tensors is None:
         tensors = [tensor for _, tensor in iter_tensors((args, kwargs))]
-    for tensor in tensors:
-        if not tensor.is_cpu or not elements.is_plain(tensor) or not elements.is_readable(tensor):
-            continue
-        if tensor.is_contiguous():
-            crc = zlib.crc32(bytes_of(tensor, most_bytes), crc)
-        elif tensor.numel():
-            crc = zlib.crc32(bytes_of(_beginning(tensor.detach(), most_bytes // tensor.element_size())), crc)
-    return f"{crc:08x}"
+    return [one for one in tensors if elements.is_plain(one) and elements.is_readable(one)]
 
 
 def digests(module: nn.Module) -> list[str]:
