@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 44_000
-MOST_OF_CORE = 15_400
+MOST_LINES = 44_100
+MOST_OF_CORE = 15_460
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

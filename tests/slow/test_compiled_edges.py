@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._higher_order_ops import scan
 from torch._higher_order_ops.map import map as control_map
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import gaff
 from gaff import edits
@@ -74,16 +74,106 @@ def test_compiled_code_in_a_checkpoint_is_recomputed_as_it_ran_or_not_at_all(nam
     is_eager = name in ("op", "edited parameter")
     with _BESIDE[name](model):
         loss = model(x).sum()
-    told = contextlib.nullcontext() if is_eager else pytest.raises(gaff.ExactnessError, match="closed before its back")
-    with told:
-        assert torch.allclose(torch.autograd.grad(loss, x)[0], true)
-    loss = model(x).sum()
-    words = "a checkpoint whose forward ran before it" if is_eager else "opened after its forward"
-    with pytest.raises(gaff.ExactnessError, match=words), _BESIDE[name](model):
-        torch.autograd.grad(loss, x)
+    for words in ("closed before its backward", "opened after its forward"):
+        told = contextlib.nullcontext() if is_eager else pytest.raises(gaff.ExactnessError, match=words)
+        with told, _BESIDE[name](model) if words.startswith("opened") else contextlib.nullcontext():
+            assert torch.allclose(torch.autograd.grad(loss, x)[0], true)
+        loss = model(x).sum()
     assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], true)
     with _BESIDE[name](model):
         assert torch.allclose(torch.autograd.grad(model(x).sum(), x)[0], true)
+
+
+class Activated(nn.Module):
+    """A block whose compiled function no code names as such."""
+
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(8, 16)
+        self._functions = [torch.compile(self._gate, backend="aot_eager")]
+
+    def _gate(self, x):
+        return torch.sigmoid(x[:, :8]) * x[:, 8:].exp() + self.l(x[:, :8]).tanh()[:, :8]
+
+    def forward(self, x):
+        return next(one(self.l(x)) for one in self._functions)
+
+
+class Twice(nn.Module):
+    """A block that is run compiled and as it is, in one checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.l = Gated()
+        self.l.compile(backend="aot_eager")
+
+    def forward(self, x):
+        return self.l.forward(self.l(x))
+
+
+@pytest.mark.parametrize("block", [Activated, Twice])
+def test_compiled_code_in_a_checkpoint_is_noticed_wherever_it_is_held(block):
+    torch.manual_seed(0)
+    model, x = InACheckpoint(), torch.randn(8, 8, requires_grad=True)
+    model.b = block()
+    [true] = torch.autograd.grad(model(x).sum(), x)
+    with gaff.capture(model, "b.**.l<Linear>"):
+        loss = model(x).sum()
+    with pytest.raises(gaff.ExactnessError, match="closed before its backward"):
+        torch.autograd.grad(loss, x)
+    for inside in ("b.**/sigmoid", "head/linear"):  # it runs eagerly then
+        with gaff.capture(model, gaff.maybe(inside)):
+            loss = model(x).sum()
+        assert torch.allclose(torch.autograd.grad(loss, x)[0], true)
+    loss = model(x).sum()
+    with gaff.capture(model, "head/linear"):
+        assert torch.equal(torch.autograd.grad(loss, x)[0], true)
+        assert torch.allclose(torch.autograd.grad(model(x).sum(), x)[0], true)
+
+
+def test_a_checkpoint_of_another_model_is_recomputed_as_it_ran():
+    generator, x, true = _in_a_checkpoint()
+    judge = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+    bare = torch.autograd.grad(judge(generator(x)).sum(), x)[0]
+    made = generator(x)
+    with gaff.capture(judge, "0:grad_input") as got:
+        [told] = torch.autograd.grad(judge(made).sum(), x)
+    assert torch.equal(told, bare)
+    assert got["0:grad_input"].shape == (8, 1)
+    assert torch.equal(torch.autograd.grad(generator(x).sum(), x)[0], true)
+
+
+def test_a_session_that_is_opened_inside_a_checkpoint_is_opened_again_there():
+    model, x, true = _in_a_checkpoint()
+    inner, opened = model.b, []
+
+    def looked_at(given):
+        with gaff.capture(inner, "l") as got:
+            opened.append(got)
+            return inner(given)
+
+    loss = model.head(checkpoint(looked_at, x, use_reentrant=False)).sum()
+    assert torch.allclose(torch.autograd.grad(loss, x)[0], true)
+    assert torch.equal(opened[0]["l"], inner.l(x))
+    assert len(opened) == 2
+
+
+def test_a_selective_checkpoint_does_not_see_what_graphs_tell():
+    def chosen(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    model, x, _ = _in_a_checkpoint()
+    contexts = partial(create_selective_checkpoint_contexts, chosen)
+
+    def gradient():
+        loss = model.head(checkpoint(model.b, x, use_reentrant=False, context_fn=contexts)).sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    bare = gradient()
+    with gaff.capture(model, "b.l", "b.l:grad_output") as got, gaff.guard(model):
+        assert torch.equal(gradient(), bare)
+    assert torch.equal(got["b.l"], model.b.l(x))
+    assert got["b.l:grad_output"].shape == (8, 8)
 
 
 def test_what_lies_outside_of_a_checkpoint_may_be_looked_at_in_forward_alone():

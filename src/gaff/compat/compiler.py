@@ -9,12 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial, wraps
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import nn
 
 _LATER: set[CodeType] = set()  # code that Dynamo is to leave alone, once it is loaded
 _UNCOMPILED: set[CodeType] = set()  # code of hooks that Dynamo was told to leave alone
@@ -66,10 +65,25 @@ def keep_in_graphs(op: Any) -> None:
     tag that says so, and is told by its configuration.
     """
     _effects()._register_effectful_op(op, _effects()._EffectType.ORDERED)
+    _pass_by_selective_checkpoints()
     if torch.accelerator.is_available():
         from torch._inductor import config  # what compiles is imported by whoever compiles
 
         config.custom_should_partition_ops = [*config.custom_should_partition_ops, op.name()]
+
+
+def _pass_by_selective_checkpoints() -> None:
+    """Let a selective checkpoint, whose modes know no such op, not see what a graph calls to write into a tensor.
+
+    A backend that is no compiler, as ``aot_eager``, calls that in the graph; torch gives its modes no rule for it.
+    """
+    from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
+    from torch.utils import checkpoint
+
+    for operator in (auto_functionalized, auto_functionalized_v2):
+        for mode in (one for name, one in vars(checkpoint).items() if name.startswith(("_Caching", "_Cached"))):
+            if mode not in operator.python_key_table:
+                operator.py_impl(mode)(lambda mode, *args, _call=operator, **kwargs: _call(*args, **kwargs))
 
 
 def leave_uncompiled(*functions: Callable[..., Any]) -> None:
@@ -142,17 +156,6 @@ def never_traced(hook: Callable[..., Any]) -> Callable[..., Any]:
     return uncompiled(hook)
 
 
-@cache
-def only_eagerly(function: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-    """``function`` itself, which from now on does nothing in code that Dynamo compiles.
-
-    A question for ``torch.compiler.is_compiling`` would have Dynamo keep a graph of code that computes nothing, which
-    it else leaves alone.
-    """
-    torch.compiler.substitute_in_graph(function)(lambda module: None)
-    return uncompiled(function)
-
-
 @contextmanager
 def without_donated_buffers() -> Iterator[None]:
     """What is compiled in it gives no buffer of its forward to its backward.
@@ -200,6 +203,35 @@ def has_compiled_autograd() -> bool:
 def is_compiled_function(function: Any) -> bool:
     """Whether ``function`` is what ``torch.compile`` has returned for a function or method."""
     return hasattr(function, "_torchdynamo_orig_callable")
+
+
+@contextmanager
+def before_compiled_calls(tell: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Inside, ``tell`` is called before each call of what is compiled, with its function and its arguments.
+
+    Not where it is kept eager, as by ``torch.compiler.set_stance("force_eager")``. What is called as a part of a graph
+    is no call. torch asks a function of its own for the stance there, which is another one meanwhile.
+    """
+    from torch._dynamo import eval_frame
+
+    place: Any = eval_frame
+    before = place._callback_from_stance
+
+    @wraps(before)
+    def asked(callback: Any) -> Any:
+        found = before(callback)
+        if found is not None:
+            known = sys._getframe(1).f_locals
+            if "fn" in known and "args" in known:
+                tell(known["fn"], (*known["args"], *known["kwargs"].values()))
+        return found
+
+    place._callback_from_stance = asked
+    try:
+        yield
+    finally:
+        if place._callback_from_stance is asked:
+            place._callback_from_stance = before
 
 
 def stance() -> str:

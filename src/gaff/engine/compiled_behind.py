@@ -1,101 +1,139 @@
-"""What compiled code a function may come upon: read from what it closes over, names, is given, and holds."""
+"""Which modules code that is compiled may come upon: read from what it closes over, names, is given, and holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gaff.compat import compiler
 
-_MOST = 5000  # objects that are looked at
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, Tensor, torch.dtype, torch.device, torch.Generator)
+_MOST = 20_000  # objects that are looked at
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), Tensor, torch.dtype, torch.device, torch.Generator)
 
 
-class InSight(NamedTuple):
-    """All ``modules`` that were come upon, of these the ones that are ``compiled``; whether a function is, too.
+def behind(given: list[Any]) -> set[nn.Module] | None:
+    """The modules that may be a part of the graph of a compiled function, the first that is given, or of its arguments.
 
-    ``is_whole``: everything was looked at.
+    Of a container of torch's own, which Dynamo does not compile, they are those of what lies in it. None where there is
+    too much to look at.
     """
-
-    modules: set[nn.Module]
-    compiled: list[nn.Module]
-    has_function: bool
-    is_whole: bool
-
-    @property
-    def may_run_compiled(self) -> bool:
-        """Whether anything in sight is compiled; what was not looked at may be, in a process that has compiled."""
-        return bool(self.compiled) or self.has_function or (not self.is_whole and compiler.has_compiled())
+    function, *args = given
+    module = getattr(function, "__self__", None)
+    if isinstance(module, nn.Module) and _is_ours(getattr(function, "__func__", None)):  # its call, as torch has it
+        return _InSight([*_compiled_in(module), *args]).modules()
+    return _InSight([function, *args]).modules()
 
 
-def behind(*given: Any) -> InSight:
-    """Look at functions and whatever else they are ``given``, as deep as they hold one another."""
-    waiting, seen = list(given), dict[int, Any]()
-    modules: set[nn.Module] = set()
-    compiled, has_function = [], False
-    wrapper = compiler.wrapper_class() or ()
-    while waiting and len(seen) < _MOST:
-        one = waiting.pop()
-        if isinstance(one, _PLAIN) or id(one) in seen:
-            continue
-        seen[id(one)] = one
-        if isinstance(one, nn.Module):
-            modules.add(one)
-            is_own = compiler.is_compiled_function(vars(one).get("forward"))
-            if is_own or getattr(one, "_compiled_call_impl", None) is not None or isinstance(one, wrapper):
-                compiled.append(one)
-        else:
-            has_function |= compiler.is_compiled_function(one)
-        waiting += _held_by(one)
-    return InSight(modules, compiled, has_function, not waiting)
+def _compiled_in(module: nn.Module) -> Iterator[Any]:
+    forward = type(module).forward
+    if compiler.left_alone(forward) is forward or not _is_ours(vars(module).get("forward", forward)):
+        yield module
+        return
+    for child in module.children():
+        yield from _compiled_in(child)
+    yield from (value for name, value in vars(module).items() if not name.startswith("_") and name != "forward")
 
 
-def _held_by(one: Any) -> Iterator[Any]:
-    """What an object holds that it may call: of torch's own and of gaff's, what they close over alone.
+class _InSight:
+    """What a search has come upon, as deep as things hold one another, or name what is held by others."""
 
-    Runs nothing of the program's own: neither properties nor what a mapping of its own does to tell its values.
-    """
-    if isinstance(one, FunctionType):
-        yield from _held_by_function(one)
-    elif isinstance(one, MethodType):
-        yield from (one.__self__, one.__func__)
-    elif isinstance(one, partial):
-        yield from (one.func, *one.args, *one.keywords.values())
-    elif isinstance(one, dict):
-        yield from list(dict.values(one))
-    elif isinstance(one, (list, tuple, set, frozenset)):
-        yield from list(one)
-    elif isinstance(one, nn.Module):
-        yield from one.children()
-        yield from (value for name, value in vars(one).items() if not name.startswith("_"))
-        yield getattr(type(one), "forward", None)
-    elif not isinstance(one, ModuleType) and not _is_ours(type(one)):
-        yield from getattr(one, "__dict__", {}).values()
-        yield vars(type(one)).get("__call__")
+    def __init__(self, given: list[Any]) -> None:
+        self._waiting = given
+        self._seen: dict[int, Any] = {}
+        self._names = {"forward"}  # that code in sight uses
+        self._named: dict[str, list[Any]] = {}  # what goes by a name that no code in sight has used
+
+    def modules(self) -> set[nn.Module] | None:
+        """All modules; None where there is too much to look at."""
+        while self._waiting and len(self._seen) < _MOST:
+            one = self._waiting.pop()
+            if not isinstance(one, _PLAIN) and id(one) not in self._seen:
+                self._seen[id(one)] = one
+                self._waiting += self._held_by(one)
+        return None if self._waiting else {one for one in self._seen.values() if isinstance(one, nn.Module)}
+
+    def _held_by(self, one: Any) -> Iterable[Any]:
+        """What an object holds that it may call: of torch's own and of gaff's, what they close over alone.
+
+        Runs nothing of the program's own: neither properties nor what a mapping of its own does to tell its values.
+        """
+        if isinstance(one, FunctionType):
+            return self._held_by_function(one)
+        if isinstance(one, (ModuleType, type)):
+            return self._held_by_name(one)
+        for kinds, read in _HELD:
+            if isinstance(one, kinds):
+                return read(one)
+        kind = type(one)
+        return [kind] if _is_ours(kind) and not isinstance(one, nn.Module) else [kind, *_attributes(one)]
+
+    def _held_by_name(self, one: ModuleType | type) -> Iterator[Any]:
+        """What a module or a class holds is in sight once code in sight uses its name; methods such as ``__call__``."""
+        for of in one.__mro__ if isinstance(one, type) else (one,):
+            for name, value in [] if _is_known(of) else list(vars(of).items()):
+                if name in self._names or (isinstance(one, type) and name.startswith("__")):
+                    yield value
+                else:
+                    self._named.setdefault(name, []).append(value)
+
+    def _held_by_function(self, function: FunctionType) -> Iterator[Any]:
+        for cell in function.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # an empty one
+                continue
+        yield from function.__defaults__ or ()
+        yield from (function.__kwdefaults__ or {}).values()
+        if not _is_known(function):
+            names = _names_in(function.__code__)
+            yield from (function.__globals__[name] for name in names if name in function.__globals__)
+            yield from (sys.modules[name] for name in names if name in sys.modules)  # as one that it imports
+            for name in names - self._names:
+                yield from self._named.pop(name, ())
+            self._names |= names
 
 
-def _held_by_function(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # an empty one
-            continue
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    if not _is_ours(function):
-        for name in function.__code__.co_names:
-            found = function.__globals__.get(name)
-            if not isinstance(found, ModuleType):
-                yield found
-            elif not found.__name__.startswith(("torch", "gaff")):  # what the function calls of it
-                yield from map(vars(found).get, function.__code__.co_names)
+def _names_in(code: CodeType) -> set[str]:
+    """The names that a function's code and that of the functions inside it use, or may look up."""
+    inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
+    return set(code.co_names).union((one for one in code.co_consts if isinstance(one, str)), *inner)
+
+
+def _attributes(one: Any) -> Iterator[Any]:
+    for of in type(one).__mro__:
+        for name, slot in list(vars(of).items()):
+            if isinstance(slot, MemberDescriptorType) or name == "__dict__":
+                with suppress(AttributeError, TypeError):  # an empty one
+                    found = slot.__get__(one)
+                    yield from list(found.values()) if name == "__dict__" else [found]
+
+
+_HELD: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
+    (MethodType, lambda one: (one.__self__, one.__func__)),
+    (partial, lambda one: (one.func, *one.args, *one.keywords.values())),
+    ((staticmethod, classmethod), lambda one: (one.__func__,)),
+    (property, lambda one: (one.fget, one.fset)),
+    (dict, lambda one: list(dict.values(one))),
+    ((list, tuple, set, frozenset), list),
+)
+
+
+def _is_known(one: Any) -> bool:
+    """Whether a class, a function or a module is torch's, gaff's or Python's own: what it names leads everywhere."""
+    return _is_ours(one) or _top_of(one) in sys.stdlib_module_names
 
 
 def _is_ours(one: Any) -> bool:
-    """Whether a class or a function is torch's or gaff's own: its globals lead everywhere."""
-    return str(getattr(one, "__module__", "")).partition(".")[0] in ("torch", "gaff")
+    return _top_of(one) in ("torch", "gaff")
+
+
+def _top_of(one: Any) -> str:
+    name = one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", "")
+    return str(name).partition(".")[0]

@@ -18,14 +18,13 @@ import torch
 
 from gaff.address.nested import iter_tensors
 from gaff.compat import checkpoints
-from gaff.compat.compiler import has_asked_to_compile, has_compiled, is_loaded
+from gaff.compat.compiler import has_asked_to_compile, is_loaded
 from gaff.compat.modes import dispatch_modes, plainly
-from gaff.engine import recomputations
-from gaff.engine.compiled_behind import behind
+from gaff.engine.announced import recomputations
 from gaff.engine.flops import FlopCount
 from gaff.engine.process.alone import Unanswered
 from gaff.engine.replacements import Held, Replacements
-from gaff.errors import ExactnessError, PlanError
+from gaff.errors import PlanError
 
 EAGER = "compiled code ran eagerly while the session was open (torch.compiler.set_stance('force_eager'))"
 EAGER_IF_ANY = f"of a model that is not compiled itself, in a process that has compiled: if any called it, {EAGER}"
@@ -39,7 +38,7 @@ def _force() -> ExitStack:
     """
     with ExitStack() as forced:
         forced.enter_context(_CONTROL_FLOW)
-        forced.enter_context(recomputations.before_each(_need_eager))
+        forced.enter_context(recomputations.before_each(_as_before))
         forced.callback(checkpoints.follow_regions(_eagerly, _BEGUN))
         try:
             forced.enter_context(torch.compiler.set_stance("force_eager"))
@@ -64,14 +63,20 @@ def _eagerly(recompute: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _need_eager(region: Any) -> None:
-    """Raises ExactnessError for a checkpoint that began before code was kept eager, and calls what is compiled."""
-    if region not in _BEGUN and has_compiled() and behind(region.recompute_fn, region.get_inputs()).may_run_compiled:
-        raise ExactnessError(
-            "a session has compiled code run eagerly, and a checkpoint whose forward ran before it would be recomputed "
-            "so: what it saves would be taken for what compiled code has saved. Expected the session around both "
-            "forward and backward, or around neither"
-        )
+def _as_before(region: Any) -> None:
+    """A checkpoint recomputes; one that began while nobody kept code eager does it so: what it calls is not kept."""
+    if region not in _BEGUN and region not in _OLDER:
+        _OLDER.add(region)
+        checkpoints.wrap_recomputation(region, _compiled)
+
+
+def _compiled(recompute: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(recompute)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with forced_eager.away():
+            return recompute(*args, **kwargs)
+
+    return run
 
 
 def _is_traced() -> bool:
@@ -106,6 +111,7 @@ _CONTROL_FLOW = Replacements(
     *((getattr(_OPS, name), "dispatch", _as_python) for name in _OPERATORS if hasattr(_OPS, name)),
 )
 _BEGUN: WeakSet[Any] = WeakSet()  # checkpoints that began while code was kept eager
+_OLDER: WeakSet[Any] = WeakSet()  # those that did not, and have recomputed while it was
 forced_eager = Held(_force)
 
 

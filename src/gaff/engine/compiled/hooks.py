@@ -69,7 +69,6 @@ class HookInside(Receiver):
         self.func = func
         self.args = (node,)  # as of the hooks that are partials
         self.outside = torch.compiler.disable(func)
-        self.regions = inside.regions  # by which a forward that runs eagerly is noted
 
 
 class EntryHook(HookInside):

@@ -98,11 +98,9 @@ def _with_exits(kind: Any) -> Any:
     """
     known, alone = kind.forward, compiler.left_alone(kind.forward)
     type_of, read, is_changed = type, getattr, changes_output  # which names of the user's own may hide
-    note = compiler.only_eagerly(_note_eager)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Compiled by Dynamo. The hooks are those in torch's own table, which it guards; they leave this to here."""
-        note(self)
         whole = type_of(self).forward
         output = (alone if whole is known else whole)(self, *args, **kwargs)
         hook: Any
@@ -124,13 +122,6 @@ def _with_exits(kind: Any) -> Any:
         delattr(made, mark)  # it was compiled by its class, and Dynamo would inline the original instead of this
     compiler.leave_uncompiled(changes_output, *([] if alone is known else [made]))
     return made
-
-
-def _note_eager(module: nn.Module) -> None:
-    """The forward of ``module`` runs eagerly, also where it is compiled: the checkpoints around it are told."""
-    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-        if (regions := getattr(hook, "regions", None)) is not None:
-            regions.ran_eagerly(module)
 
 
 def _kind(module: nn.Module) -> Any:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
-from torch import nn
+from torch import Tensor, nn
 
-from gaff.compat import checkpoints, compiler
-from gaff.engine import recomputations
+from gaff.compat import checkpoints
+from gaff.engine.announced import compiled_calls
 from gaff.engine.compiled_behind import behind
 from gaff.errors import ExactnessError
 
@@ -28,54 +28,55 @@ _APART = (
 class Regions(AbstractContextManager["Regions"]):
     """The checkpoints that begin while a session has hooks on ``modules``, in compiled code; open as long as it is.
 
-    A checkpoint around such a module raises ExactnessError when it recomputes and the session has closed, or was not
-    open yet when it began; not where all such modules in it ran eagerly, as layers of torch's own, which torch does not
-    compile there.
+    A checkpoint in which code was called that was compiled with such hooks raises ExactnessError when it recomputes and
+    the session has closed, and one that calls such code then if the session was not open yet when it began. One in
+    which the session itself is opened opens it again when it recomputes, and is left alone.
     """
 
     def __init__(self) -> None:
         self.modules: WeakSet[nn.Module] = WeakSet()
         self._known: WeakSet[Any] = WeakSet()
-        self._eager: WeakKeyDictionary[Any, WeakSet[nn.Module]] = WeakKeyDictionary()  # by region
+        self._hooked: WeakSet[Any] = WeakSet()  # of these, those that have called compiled code with hooks
+        self._around: WeakSet[Any] = WeakSet()
+        self._asked: dict[tuple[int, ...], tuple[list[Any], bool]] = {}  # by what was called: whether it has hooks
         self._opened, self._is_open = ExitStack(), False
 
     def __enter__(self) -> Regions:
+        self._around.update(one.frame for one in checkpoints.enclosing())
         self._opened.callback(checkpoints.follow_regions(self._while_open, self._known))
-        self._opened.enter_context(recomputations.before_each(self._need))
+        self._opened.enter_context(compiled_calls.before_each(self._called))
         self._is_open = True
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._is_open = False
+        self._asked.clear()
         self._opened.close()
 
-    def ran_eagerly(self, module: nn.Module) -> None:
-        """The forward of a module with hooks of this session runs eagerly: note it of the checkpoints around it."""
-        for found in checkpoints.enclosing():
-            if not found.is_again:
-                self._eager.setdefault(found.frame, WeakSet()).add(module)
-
-    def _need(self, region: Any) -> None:
-        """Raises ExactnessError for a checkpoint around compiled modules that began before this session."""
-        if region not in self._known and self._concerns(region, region.recompute_fn, region.get_inputs()):
-            raise ExactnessError(_APART.format("opened after its forward"))
+    def _called(self, function: Any, args: tuple[Any, ...]) -> None:
+        """Compiled code is called: note it of the checkpoints around it, or refuse to recompute them so."""
+        for one in checkpoints.enclosing():
+            is_new = one.frame not in (self._around if one.is_again else self._hooked)
+            if is_new and (not one.is_again or one.frame not in self._known) and self._has_hooks(function, args):
+                if one.is_again:
+                    raise ExactnessError(_APART.format("opened after its forward"))
+                self._hooked.add(one.frame)
 
     def _while_open(self, recompute: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(recompute)
         def run(*args: Any, **kwargs: Any) -> Any:
-            region = next((one.frame for one in checkpoints.enclosing() if one.is_again), None)
-            if not self._is_open and self._concerns(region, recompute, args, kwargs):
+            hooked = (one for one in checkpoints.enclosing() if one.is_again and one.frame in self._hooked)
+            if not self._is_open and any(hooked):
                 raise ExactnessError(_APART.format("closed before its backward"))
             return recompute(*args, **kwargs)
 
         return run
 
-    def _concerns(self, region: Any, *given: Any) -> bool:
-        """Whether what a checkpoint calls, or is given, has compiled modules with hooks of this session inside them.
-
-        Also where a compiled function is in sight, or not all of it, and a module with such hooks.
-        """
-        found, eager = behind(*given), self._eager.get(region, ())
-        is_open = found.has_function or (not found.is_whole and compiler.has_compiled())
-        inner = (one for module in found.compiled for one in module.modules())
-        return any(one in self.modules and one not in eager for one in (found.modules if is_open else inner))
+    def _has_hooks(self, function: Any, args: tuple[Any, ...]) -> bool:
+        """Whether hooks of this session may be in the code of a compiled function; asked once."""
+        given = [function, *(one for one in args if not isinstance(one, Tensor))]
+        key = tuple(map(id, given))
+        if key not in self._asked:
+            found = behind(given)
+            self._asked[key] = given, found is None or not found.isdisjoint(self.modules)
+        return self._asked[key][1]

@@ -26,6 +26,7 @@ from gaff.edits.event import acts_on_parts
 from gaff.engine.compiled.edits import TracedEdit, TracedGradientEdit
 from gaff.engine.compiled.hooks import EntryHook, ExitHook, HookInside, LeaveHook
 from gaff.engine.compiled.own_forward import OwnForward
+from gaff.engine.compiled.regions import Regions
 from gaff.engine.compiled.tell import Inside
 from gaff.engine.compiled.tracing import OPERATED, WHY_UNSEEN, take_unfinished
 from gaff.engine.force_eager import EAGER, EAGER_IF_ANY, forced_eager
@@ -240,13 +241,14 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         self._nodes: list[Node] = []
         self._made: list[TracedEdit] = []
         self._own = OwnVariants()
+        self._regions = Regions()
         self._counts = compiler.compile_counts()
         self._variants = compiler.variants()
         self._codes = tuple(_patterns(model, taps))
 
     def __enter__(self) -> CompiledHooks:
         self._own.open()
-        self._inside.regions.__enter__()
+        self._regions.__enter__()
         return self
 
     @compiler.never_traced
@@ -261,7 +263,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         is_bound = is_region or (is_followed and not self._is_inside)
         node.has_entry = node.has_entry or is_bound
         self._nodes.append(node)
-        self._inside.regions.modules.add(node.module)
+        self._regions.modules.add(node.module)
         edits = [self._make_edit(tap, node) for tap in self._edits if tap.found.module is node.module]
         for later in [one for one in edits if isinstance(one, TracedGradientEdit)][1:]:
             later.is_first = False
@@ -289,7 +291,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         Raises ExactnessError for edits that would still have to act, in a backward or in a recomputation, unless
         another exception is on its way.
         """
-        self._inside.regions.__exit__(*exc)
+        self._regions.__exit__(*exc)
         is_broken = take_unfinished()
         graphs, breaks = (now - then for now, then in zip(compiler.compile_counts(), self._counts, strict=True))
         made = (count - self._variants.get(frame, 0) for frame, count in compiler.variants().items())

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from gaff.compat import autograd, compiler, memory
-from gaff.engine.compiled.regions import Regions
 from gaff.engine.compiled.structure import stand_ins, structure_of
 from gaff.engine.compiled.tracing import CALLER, GIVEN, LOOKS, WRITTEN, hang, oddity, take_turn, when_written
 from gaff.engine.gradients.tensor_hooks import told_by_graph
@@ -136,7 +135,6 @@ class Inside:
             self.token = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.has_marks = has_marks  # somebody asks which backward pass comes by
         self.receivers: list[Receiver] = []
-        self.regions = Regions()
 
     def take_turn(self, number: int) -> None:
         """The session makes this number of edits of gradients: they come after those of all that were opened before."""
