@@ -158,6 +158,18 @@ def test_a_session_that_is_opened_inside_a_checkpoint_is_opened_again_there():
     assert len(opened) == 2
 
 
+def test_gradients_in_a_reentrant_checkpoint_around_compiled_code_are_those_of_its_one_call():
+    model, x, _ = _in_a_checkpoint()
+    told = []
+    for is_eager in (True, False):
+        with torch.compiler.set_stance("force_eager" if is_eager else "default"):
+            with gaff.capture(model, "b:grad_output", "b.l:grad_output", "b.l") as got:
+                model.head(checkpoint(model.b, x, use_reentrant=True)).sum().backward()
+            told.append([got["b:grad_output"], got["b.l:grad_output"]])
+        assert "nothing recomputed" not in str(got.receipt)
+    assert all(torch.allclose(one, other) for one, other in zip(*told, strict=True))
+
+
 def test_a_selective_checkpoint_does_not_see_what_graphs_tell():
     def chosen(ctx, op, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE

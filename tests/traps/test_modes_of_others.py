@@ -72,6 +72,50 @@ def test_a_mode_of_the_program_sees_what_the_program_does(options):
     assert counted.get_total_flops() == flops.get_total_flops()
 
 
+class Coarse(TorchDispatchMode):
+    """Rounds what every operation returns, as who simulates another precision does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        told = func(*args, **(kwargs or {}))
+        return told.bfloat16().to(told.dtype) if isinstance(told, torch.Tensor) and told.is_floating_point() else told
+
+
+class CoarseFunctions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        told = func(*args, **(kwargs or {}))
+        is_value = isinstance(told, torch.Tensor) and func.__name__ not in ASKING
+        return told.bfloat16().to(told.dtype) if is_value and told.is_floating_point() else told
+
+
+@pytest.mark.parametrize("mode", [Coarse, CoarseFunctions, FakeTensorMode])
+def test_what_is_read_inside_a_mode_of_the_program_is_what_was_kept(mode):
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(4, 3, requires_grad=True)
+    with gaff.capture(model, "0", "1:input", "0:grad_output", "0.weight:param", "0.weight:grad") as got:
+        model(x).sum().backward()
+    truth = {address: got[address] for address in got}
+    with mode():
+        told = {address: got[address] for address in got}
+        stacked = got.stack("0", "1:input")
+    for address, value in truth.items():
+        assert torch.equal(told[address], value)
+    assert torch.equal(stacked[0], truth["0"])
+
+
+@pytest.mark.parametrize("mode", [Coarse, CoarseFunctions])
+def test_what_is_put_in_is_what_was_given_whatever_a_mode_makes_of_operations(mode):
+    model, x, value = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(4, 3), torch.randn(4, 3)
+    with gaff.capture(model, "0") as got:
+        model(x)
+    for edit, wanted in [(gaff.edits.replace(value), value), (gaff.edits.patch(value), value),
+                         (gaff.edits.patch(got), got["0"])]:  # fmt: skip
+        seen = []
+        handle = model[1].register_forward_pre_hook(lambda module, args, seen=seen: seen.extend(args))
+        with gaff.edit(model, {"0": edit}), mode():
+            model(x)
+        handle.remove()
+        assert torch.equal(seen[0], wanted)
+
+
 @pytest.mark.slow
 def test_what_a_process_tries_first_is_tried_outside_of_modes():
     program = """

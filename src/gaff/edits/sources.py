@@ -15,9 +15,18 @@ from torch import Tensor
 
 from gaff.address.grammar import NAMED, parse_single
 from gaff.address.nested import shape_text as _text
+from gaff.compat import modes
 from gaff.edits.event import Event, Known, generator, like, logical
 from gaff.errors import PlanError
 from gaff.keep import whole_numbers
+
+
+def _copied(value: Tensor) -> Tensor:
+    """The same numbers in other memory, whatever a mode of the program's makes of what operations return."""
+    if torch.compiler.is_compiling() or modes.is_recording():
+        return value.clone()
+    with modes.outside_modes():
+        return value.clone()
 
 
 @runtime_checkable
@@ -46,7 +55,7 @@ class Replace:
         if value.shape != tensor.shape:
             raise PlanError(f"replacement of shape {_text(value)} given where {_text(tensor)} passes")
         known = self._known if value is self.value else None
-        return like(value, tensor, known).clone()  # the model may write into what it is given
+        return _copied(like(value, tensor, known))  # the model may write into what it is given
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +95,7 @@ class Patch:
                     f"patch of shape {_text(value)} given where {_text(tensor)} passes: map them, "
                     "rows={here: there}, positions={here: there}"
                 )
-            return value.clone()
+            return _copied(value)
         here, there = zip(*(_index(pairs, dim, tensor, value) for dim, pairs in enumerate((self.rows, self.positions))),
                           strict=True)  # fmt: skip
         given = value[there[0]][:, there[1]] if value.dim() > 1 else value[there[0]]

@@ -137,12 +137,13 @@ class Replay:
         if crossing is None:
             return None
         self._note(crossing, chain[:inner])
-        if has_grad and autograd.is_outside_functions():
+        is_outside = autograd.is_outside_functions()
+        functions = [] if is_outside else checkpoints.enclosing_functions()
+        if has_grad and (is_outside or (value is None and not functions)):  # compiled code is in one of torch's own
             self._waiting.pop(crossing, None)
-        else:  # a checkpoint inside the recomputed one, made anew
-            for function in checkpoints.enclosing_functions():
-                if function is not node:
-                    self._regions.setdefault(function, []).append(crossing)
+        for function in functions:  # a checkpoint inside the recomputed one, made anew
+            if function is not node:
+                self._regions.setdefault(function, []).append(crossing)
         return Match(crossing, True)
 
     def __contains__(self, known: Any) -> bool:

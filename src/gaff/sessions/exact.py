@@ -98,7 +98,8 @@ def own(value: Any, *, is_shared: bool) -> Any:
     Copy-on-write where that is safe, else a copy; ``is_shared``: others hold the memory. Elsewhere than on the CPU
     what is kept is handed out itself, unless it is shared: there a write of the reader is seen by later readers.
     """
-    return map_tensors(value, _copied if is_shared else _apart)
+    with outside_modes():  # a program's own may change what operations return
+        return map_tensors(value, _copied if is_shared else _apart)
 
 
 def _apart(tensor: Tensor) -> Tensor:

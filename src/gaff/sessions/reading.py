@@ -29,6 +29,7 @@ from gaff.address.grammar import (
 )
 from gaff.address.nested import Opaque, describe, dig, iter_tensors
 from gaff.address.resolve import Found
+from gaff.compat.modes import outside_modes
 from gaff.compat.placements import PARTS, Placement
 from gaff.errors import PlanError, SiteError
 from gaff.sessions.exact import Kept, own, read
@@ -182,7 +183,8 @@ class Reading:
         if len(kinds) > 1:
             told = "; ".join(f"{kind}: {_few(names)}" for kind, names in kinds.items())
             raise SiteError(f"sites cannot be stacked, their values are not of one shape, dtype and device: {told}")
-        return torch.stack([tensor for _, tensor in found])
+        with outside_modes():  # a program's own may change what operations return
+            return torch.stack([tensor for _, tensor in found])
 
     def _groups(self, wanted: Wanted) -> list[Group]:
         """What an address names, one group for each site. Raises SiteError where nothing of it was captured."""
