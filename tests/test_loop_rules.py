@@ -825,6 +825,58 @@ def test_copies_of_what_an_optimizer_owns_are_stepped_by_hand(tmp_path, is_copie
     assert ("not_owned" in told(tmp_path, train)[0]) is not is_copied
 
 
+@pytest.mark.parametrize("way", ["copied", "averaged", "left"])
+def test_a_net_into_which_another_is_copied_is_not_told_as_untrained(tmp_path, way):
+    """The target of a critic, without ``detach``: it gets gradients that nobody uses."""
+
+    def train():
+        critic, target = (nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)) for _ in range(2))
+        if way != "left":
+            target.load_state_dict(critic.state_dict())
+        optimizer = torch.optim.Adam(critic.parameters(), 1e-3)
+        for step, (x, y) in enumerate(batches(40)):
+            wanted = y[:, None].float() + 0.9 * target(x.flip(0))
+            loss = (critic(x) - wanted).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if way == "copied" and step % 8 == 7:
+                target.load_state_dict(critic.state_dict())
+            if way == "averaged":
+                for one, other in zip(target.parameters(), critic.parameters(), strict=True):
+                    one.data.copy_(0.99 * one.data + 0.01 * other.data)
+
+    assert ("not_owned" in told(tmp_path, train)[0]) is (way == "left")
+
+
+@pytest.mark.parametrize("way", ["forgotten", "stepped by hand", "in the optimizer", "a parameter"])
+def test_a_weight_that_is_no_parameter_is_told(tmp_path, way):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8)) if way == "a parameter" else torch.ones(8, requires_grad=True)
+
+        def forward(self, x):
+            return x * self.scale
+
+    def train():
+        model = nn.Sequential(Scaled(), net())
+        more = [model[0].scale] if way == "in the optimizer" else []
+        optimizer = torch.optim.SGD([*model.parameters(), *more], 0.1)
+        for x, y in batches(30):
+            optimizer.zero_grad()
+            model[0].scale.grad = None
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+            if way == "stepped by hand":
+                model[0].scale.data -= 0.1 * model[0].scale.grad
+
+    found, _ = told(tmp_path, train)
+    assert ("not_owned" in found) is (way == "forgotten")
+    if way == "forgotten":
+        assert found["not_owned"].message.startswith("0.scale is a tensor and no nn.Parameter")
+
+
 def test_a_loss_that_is_faded_in_is_judged_without_its_factor(tmp_path):
     def train():
         model = net()

@@ -1,10 +1,12 @@
 """The verdict of a run: its state, and the cause behind the symptoms."""
 
 import json
+import math
 import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gaff
-from gaff.record.causes import claims
+from gaff.record.causes import _symptom, claims
 from gaff.record.curve import Curve
 from gaff.record.finding import Finding
 from gaff.record.label_order import label_order
@@ -67,6 +69,28 @@ def test_a_run_that_has_converged_had_no_steps_that_were_too_large(last, is_told
     case = RunCase((finding("dead_units", 5), finding("update_large", 1)), 203, 60, {"loss": losses})
     names = {one.name for one in claims(case)}
     assert ("learning_rate_too_high" in names) is is_told
+
+
+@pytest.mark.parametrize("values", [(7.5, 760.0, 6.8), (2.0, 1.9, 1.8)])
+def test_numbers_that_overflow_after_a_jump_come_from_the_steps(values):
+    losses = curve([*values, *[math.nan] * 60])
+    told = judge(RunCase((finding("nonfinite", 4, "error"),), 63, 63, {"loss": losses}))
+    assert (told.name == "nonfinite") is (max(values) < 20)
+
+
+@pytest.mark.parametrize("last", [0.2, 1.0])
+def test_weights_that_are_written_back_are_the_cause_where_nothing_is_learned(last):
+    losses = curve([1.0 + (last - 1.0) * step / 200 for step in range(200)])
+    written = finding("written_back", 1, "error", share=0.3)
+    told = judge(RunCase((written,), 200, 60, {"loss": losses}, guess={"loss": 1.0}))
+    assert (told.name == "written_back") is (last == 1.0)
+
+
+def test_a_finding_whose_message_names_its_place_tells_how_many_more_there_are():
+    told = _symptom(
+        replace(finding("no_gradient"), message="0.weight:grad is None", also=("1.weight:grad",)), RunCase((), 9, 9)
+    )
+    assert "(model.0.weight:grad and 1 more)" in told.text
 
 
 @pytest.mark.parametrize(("power", "is_told"), [(2.0, True), (0.5, False)])

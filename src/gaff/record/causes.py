@@ -68,7 +68,9 @@ def claims(case: RunCase) -> list[Claim]:
     if _has_rates(case) and not case.has_zero_rate_in_part:
         case = case.without("lr_zero")
     written = case.found("written_back")
-    if written is not None and written.share <= 0.5:  # an inner loop, or slow weights every few steps (Lookahead)
+    if (
+        written is not None and written.share <= 0.5 and _has_learned(case)
+    ):  # an inner loop, or slow weights (Lookahead)
         case = case.without("written_back")
     fallen = case.loss[1].last / case.loss[1].first if case.loss is not None and case.loss[1].first > 0 else 1.0
     for below, rules in _HARMLESS_BELOW:  # seen while it had not fallen yet
@@ -341,10 +343,11 @@ def falls_without_bound(case: RunCase) -> Claim | None:
 @cause
 def not_finite(case: RunCase) -> Claim | None:
     """A NaN or inf whose place is known. Certain that it came; where the loss had risen before, or was far too large at
-    first, only what it came from is told by another cause."""
+    first, only what it came from is told by another cause; so it is where the loss had jumped, by numbers that overflow
+    as far as is known."""
     finding = case.found("nonfinite")
     is_scale = _breaks_by_scale(case) if case.found("input_scale") is not None else case.begins_far_above
-    if finding is None or case.rise is not None or is_scale:
+    if finding is None or case.rise is not None or is_scale or (case.jump is not None and _overflows(finding)):
         return None
     return Claim("nonfinite", "certain", finding.message or told_of(finding), origin_of(finding), finding.since,
                  finding.remedy, tuple(one.rule for one in case.findings if one is not finding))  # fmt: skip
@@ -353,8 +356,11 @@ def not_finite(case: RunCase) -> Claim | None:
 def _breaks_by_scale(case: RunCase) -> bool:
     """Whether a loss begins far above guessing and is not finite soon, by numbers that overflow as far as is known."""
     finding = case.found("nonfinite")
-    if finding is None or not case.begins_far_above or finding.since > _EARLY:
-        return False
+    return finding is not None and case.begins_far_above and finding.since <= _EARLY and _overflows(finding)
+
+
+def _overflows(finding: Finding) -> bool:
+    """Whether what was first not finite is no op's doing, or that of one whose numbers overflow, as far as is known."""
     return "op" not in finding.evidence or "overflow" in finding.cause
 
 

@@ -83,9 +83,9 @@ class Finding:
 
 def told_of(finding: Finding) -> str:
     """What a finding means, with its place where that is not part of its message."""
-    if not finding.site or finding.site in finding.message:
-        return finding.message
     more = f" and {len(finding.also)} more" if finding.also else ""
+    if not finding.site or finding.site in finding.message:
+        return f"{finding.message} ({finding.address}{more})" if more and finding.site else finding.message
     return f"{finding.message} ({finding.address}{more})"
 
 

@@ -244,7 +244,7 @@ def learned_by_heart(case: RunCase) -> Claim | None:
     numbers = f"the loss {name!r} went down to {trained:.4g}, that of evaluations was {min(values):.4g} at best, and " \
               f"guessing gives {guess:.4g}"  # fmt: skip
     text = "the model memorises the training examples and does not generalise: labels may not belong to their " \
-           "inputs, or it overfits"  # fmt: skip
+           "inputs, or it overfits; or other data, or another copy of the model, is evaluated"  # fmt: skip
     return Claim("labels_do_not_belong", "possible", text, (numbers,), 0,
                  "compare a few inputs with their labels, after loading and shuffling; if they match, it overfits: "
                  "more data, regularisation, or a smaller model", (), ("scramble", "one-batch"))  # fmt: skip

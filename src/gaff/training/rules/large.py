@@ -55,6 +55,26 @@ def attention_collapse(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
+    "scaler_stuck",
+    severity="error",
+    means="the GradScaler keeps skipping steps",
+    cause="gradients are NaN or inf whatever the scale of the loss: the forward pass overflows, or an op gives NaN",
+    remedy="look for the op with gaff nan SCRIPT; use bfloat16; check the loss itself",
+    least=2,
+    share=0.0,
+)
+def scaler_stuck(sample: Sample, past: Past) -> Iterator[Hit]:
+    """More than 16 skipped steps and more than 5 % of all, or a scale below 1.
+
+    From the initial 65,536, sixteen halvings lead to 1; a healthy run needs fewer.
+    """
+    scale = sample.facts.get("scale")
+    skipped = sample.facts.get("skipped", 0)
+    if (scale is not None and scale < 1) or (skipped > 16 and skipped > 0.05 * (skipped + sample.step)):
+        yield Hit(("", ""), scale=scale, skipped=skipped, steps=sample.step)
+
+
+@rule(
     "half_range",
     severity="warning",
     means="activations come close to the largest number of float16, or most gradients are too small for it",

@@ -104,14 +104,16 @@ def unregistered(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def not_owned(sample: Sample, past: Past) -> Iterator[Hit]:
     """Certain, once every optimizer of the run has made a step. A model of which none owns anything, such as a net that
-    judges, counts where its weights lie as torch initialises them: nobody has trained it yet. What is written to by
-    hand, as copies in half precision are, is left out."""
+    judges, counts where its weights lie as torch initialises them: nobody has trained it yet. So do tensors that are
+    attributes of modules. What is written to by hand, as copies in half precision are, is left out."""
     trained = {key[0] for key, one in sample.parameters.items() if one.optimizer is not None}
     if sample.step < 2:
         return
     for key, one in sample.parameters.items():
         if one.optimizer is None and one.requires_grad and one.has_grad and key[0] in trained:
             yield Hit(key, elements=one.elements)
+    yield from (Hit(key, f"{key[1]} is a tensor and no nn.Parameter: it gets gradients, and is in no optimizer")
+                for key in sample.facts.get("plain", ()) if key[0] in trained)  # fmt: skip
     twice = "".join(f"; {one!r} is in two optimizers" for one in sample.facts.get("twice", ()))
     for model, count in sample.facts.get("untrained", {}).items():
         yield Hit((model, ""), f"{model!r} gets gradients, none of its parameters is in an optimizer, and its weights "
@@ -411,26 +413,6 @@ def adam_stale(sample: Sample, past: Past) -> Iterator[Hit]:
     for key, one in sample.parameters.items():
         if one.adam_rms is not None and one.adam_rms > 2.3 and one.kind != "embedding":
             yield Hit(key, adam_rms=one.adam_rms)
-
-
-@rule(
-    "scaler_stuck",
-    severity="error",
-    means="the GradScaler keeps skipping steps",
-    cause="gradients are NaN or inf whatever the scale of the loss: the forward pass overflows, or an op gives NaN",
-    remedy="look for the op with gaff nan SCRIPT; use bfloat16; check the loss itself",
-    least=2,
-    share=0.0,
-)
-def scaler_stuck(sample: Sample, past: Past) -> Iterator[Hit]:
-    """More than 16 skipped steps and more than 5 % of all, or a scale below 1.
-
-    From the initial 65,536, sixteen halvings lead to 1; a healthy run needs fewer.
-    """
-    scale = sample.facts.get("scale")
-    skipped = sample.facts.get("skipped", 0)
-    if (scale is not None and scale < 1) or (skipped > 16 and skipped > 0.05 * (skipped + sample.step)):
-        yield Hit(("", ""), scale=scale, skipped=skipped, steps=sample.step)
 
 
 def is_solved(sample: Sample, past: Past) -> bool:

@@ -75,9 +75,10 @@ def saturated(sample: Sample, past: Past) -> Iterator[Hit]:
     """More than half of the values where the slope is below 6 % of its largest: |tanh| > 0.97 (Karpathy, "makemore 3").
 
     Gates are meant to be at their ends: a sigmoid counts from 0.8 on. Not where a loss has fallen to half, nor of what
-    a model returns where several optimizers train: a generator of black and white is to end there, and no loss falls.
+    acts, whose loss follows what it meets, nor of what a model returns where several optimizers train: a generator of
+    black and white is to end there, and no loss falls.
     """
-    if any(has_fallen(past, name, 0.5) for name in past.losses):
+    if past.is_acting or any(has_fallen(past, name, 0.5) for name in past.losses):
         return
     several = sample.facts.get("optimizers", 1) > 1
     for (name, key), share in sample.shares.items():

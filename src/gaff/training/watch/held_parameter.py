@@ -33,7 +33,7 @@ class HeldParameter(NamedTuple):
     def now(self) -> Tensor | None:
         """The parameter, None where it is gone."""
         module = self.module()
-        return None if module is None else module._parameters.get(self.name)
+        return None if module is None else module._parameters.get(self.name, vars(module).get(self.name))
 
     def has_changed(self) -> bool:
         """Whether something has written to it since it was found; False where that cannot be told.

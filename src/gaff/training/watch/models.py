@@ -80,7 +80,7 @@ class Model:
     parameters: dict[int, tuple[weakref.ref[nn.Module], str, str]] = field(default_factory=dict)
     graphs: weakref.WeakSet[GraphTree] = field(default_factory=weakref.WeakSet)  # trees of exported ones in it
     has_run: bool = False  # whether a call of it was seen in training
-    is_untrained: bool | None = None  # whether a weight lies as torch initialises it; None: nobody has asked
+    untrained: list[float] | None = None  # of a weight as torch initialises it; none if it is not; None: nobody asked
 
     def reread(self) -> None:
         """Read the parameters anew, for the user may have replaced them since; none, where the model is gone."""

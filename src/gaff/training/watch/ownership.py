@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from gaff.address.resolve import iter_modules, join
 from gaff.compat.memory import version_of
 from gaff.training.watch.accumulator import readable
 from gaff.training.watch.held_parameter import HeldParameter
@@ -68,7 +69,8 @@ def facts(
     called in its forward without having them as parts: by model, how many, and the class of the first; ``anew``: by
     model the class of one that is made in each forward; ``untrained``: models whose parameters all get gradients, of
     which no optimizer owns one, and whose weights lie as torch makes them, with how many parameters they have;
-    ``twice``: beside these, the models that several optimizers hold. Models
+    ``twice``: beside these, the models that several optimizers hold; ``plain``: tensors that are attributes of modules
+    and no parameters, by model and path. Models
     in evaluation mode are left out of the first and the last, and parameters that somebody writes to of all: they are
     stepped by hand, or copies of what an optimizer owns, as those of half precision are.
 
@@ -83,6 +85,8 @@ def facts(
     if unowned and not any(one.is_fed for one in made):
         adrift = {model: len(held) for model, held in unowned.items()}
         told["adrift"] = {"optimizers": [type(one.optimizer).__name__ for one in made], "models": adrift}
+    if made and (plain := list(_plain_tensors(models, owned))):
+        told["plain"] = plain
     fresh = {model: len(held) for model, held in unowned.items() if _is_untrained(models.named(model), held)}
     if fresh:
         told["untrained"] = fresh
@@ -129,6 +133,23 @@ def _unowned(model: Model, owned: set[int], models: Models) -> list[Tensor]:
     return found
 
 
+def _plain_tensors(models: Models, owned: set[int]) -> Iterator[tuple[str, str]]:
+    """Attributes of modules that are tensors, no parameters, get gradients, are in no optimizer, and stay as they are.
+
+    By model and path.
+    """
+    held = models.unowned.held
+    for model in models.all:
+        for path, module, _ in iter_modules(root) if (root := model.root()) is not None else ():
+            for name, one in list(vars(module).items()):
+                if not isinstance(one, Tensor) or not one.requires_grad or not one.is_leaf or id(one) in owned:
+                    continue
+                before = held.get(id(one))
+                if one.grad is not None and (before is None or before.now() is not one or not before.is_other()):
+                    yield model.name, join(path, name)
+                held[id(one)] = HeldParameter.of(weakref.ref(module), name, one)
+
+
 def _trains(model: Model, parameter: Tensor) -> bool:
     """Whether the module that has this parameter is in training mode: in evaluation mode a net may be meant to stay."""
     module = model.parameters[id(parameter)][0]()
@@ -138,14 +159,17 @@ def _trains(model: Model, parameter: Tensor) -> bool:
 def _is_untrained(model: Model, unowned: list[Tensor]) -> bool:
     """Whether these are all parameters of the model, and the largest weight in it lies as torch initialises it.
 
-    Asked once for each model, of that one weight, which waits for its device.
+    Not once that has changed, as that of a net into which another is copied. Waits for the device of that weight until
+    it does not lie so.
     """
     if len(unowned) < len(model.parameters):
         return False
-    if model.is_untrained is None:
+    if model.untrained != []:
         weight = max(unowned, key=lambda one: one.numel() if one.dim() > 1 else 0)
-        model.is_untrained = _lies_as_made(model.parameters[id(weight)][0](), weight.detach())
-    return model.is_untrained
+        values = weight.detach().flatten()[:_LEAST].tolist()
+        is_as_made = model.untrained is None and _lies_as_made(model.parameters[id(weight)][0](), weight.detach())
+        model.untrained = values if is_as_made or values == model.untrained else []
+    return bool(model.untrained)
 
 
 def _lies_as_made(module: nn.Module | None, weight: Tensor) -> bool:
