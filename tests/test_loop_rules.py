@@ -245,6 +245,27 @@ def test_labels_of_transformers_that_are_shifted_by_hand_are_told(tmp_path, is_s
     assert ("targets_skip_a_token" in told(tmp_path, train)[0]) == is_shifted
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["copied", "padded", "shifted"])
+def test_targets_that_are_not_shifted_are_told_under_dropout(tmp_path, way):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def train():
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=24, n_positions=16, n_embd=32, n_layer=1, n_head=2))
+        optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
+        for _ in range(30):
+            tokens = torch.arange(17) * torch.randint(1, 4, (16, 1)) % 20
+            length = torch.randint(8, 17, (16, 1)) if way == "padded" else 16
+            mask = (torch.arange(16) < length).long().expand(16, 16)
+            targets = tokens[:, 1:] if way == "shifted" else tokens[:, :16].masked_fill(mask == 0, -100)
+            scores = model(tokens[:, :16].masked_fill(mask == 0, 23), attention_mask=mask).logits
+            F.cross_entropy(scores.flatten(0, 1), targets.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert ("targets_are_inputs" in told(tmp_path, train)[0]) is (way != "shifted")
+
+
 def test_targets_that_are_not_shifted_are_told(tmp_path):
     found, _ = told(tmp_path, lambda: read(Reader(MASKS["causal"][0]), 0))
     assert "targets_are_inputs" in found

@@ -36,6 +36,7 @@ class TokenFacts:
         self._drawn: list[Tensor] | None = None  # the state of random numbers when it was called
         self._targets: dict[str, Any] = {}
         self._sees: dict[int, Any] = {}  # by length: whether in all attention over so many a position sees the next one
+        self._hides: dict[int, Any] = {}  # the same: whether none sees it, in any example
         self._compared: dict[int, dict[str, Any]] = {}  # by the dimension along which tokens follow each other
 
     def given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -106,8 +107,9 @@ class TokenFacts:
             return
         queries, keys = query.shape[-2], key.shape[-2]
         if queries == keys >= _LEAST:
-            sees = _sees_next(mask, queries, is_causal=is_causal)
+            sees, is_hidden = _sees_next(mask, queries, is_causal=is_causal)
             self._sees[queries] = sees & self._sees.get(queries, True)
+            self._hides[queries] = is_hidden & self._hides.get(queries, True)
 
     def take(self) -> dict[str, Any]:
         """The facts of the step; empty where no target was compared."""
@@ -117,16 +119,17 @@ class TokenFacts:
             "next_row": 0.0,
             "begins": True,
             **self._targets,
+            "hides": self._along(1, self._hides),
             "shape": [] if self._tokens is None else list(self._tokens.shape),
         }
         for along, end in ((1, ""), (0, "_row")):
-            told["sees" + end] = self._sees_along(along)
+            told["sees" + end] = self._along(along, self._sees)
             found = self._compared.get(along, {})
             told |= {name + end: found.get(name, False) for name in ("leaks", "is_causal", "uses_own")}
         return {"tokens": told}
 
-    def _sees_along(self, along: int) -> Any:
-        """Whether all attention over as many positions as there are tokens lets each see the next one.
+    def _along(self, along: int, known: dict[int, Any]) -> Any:
+        """Whether all attention over as many positions as there are tokens lets each see the next one, or hides it.
 
         Not where other sequences are as long: attention between the two looks the same.
         """
@@ -135,13 +138,12 @@ class TokenFacts:
         size = self._tokens.shape[along]
         others = [one.shape[along] for one in self._given if one.shape != self._tokens.shape]
         near = 0 if others else 1  # a model may drop its last token by itself
-        found = [sees for length, sees in self._sees.items() if abs(length - size) <= near]
+        found = [told for length, told in known.items() if abs(length - size) <= near]
         if not found or size in others:
             return False
-        sees = found[0]
         for one in found[1:]:
-            sees = sees & one
-        return sees
+            found[0] = found[0] & one
+        return found[0]
 
 
 def _random_state(device: torch.device) -> list[Tensor] | None:
@@ -202,18 +204,19 @@ def _compared(scores: Tensor, tokens: Tensor) -> dict[str, Tensor]:
     return {"leaks": (is_pair & far).any(), "is_causal": is_causal, "uses_own": (~is_alike & far).any()}
 
 
-def _sees_next(mask: Any, length: int, *, is_causal: bool) -> Any:
-    """Whether in all examples every position sees the one after it: a bool, or one on the device of the mask.
+def _sees_next(mask: Any, length: int, *, is_causal: bool) -> tuple[Any, Any]:
+    """Whether in all examples every position sees the one after it, and whether none does: bools, or on a device.
 
     A mask of keys alone, as of padding, hides none of those that are there.
     """
     if is_causal:
-        return False
+        return False, True
     if not isinstance(mask, Tensor) or mask.dim() < 2:
-        return not isinstance(mask, Tensor)
+        return not isinstance(mask, Tensor), False
     with torch.no_grad():
         allowed = mask if mask.dtype == torch.bool else mask > _ALLOWED
         if mask.shape[-2] == 1:
-            return allowed[..., 1:].any()
+            return allowed[..., 1:].any(), False
         square = allowed.expand(*allowed.shape[:-2], length, length)
-        return square.diagonal(1, -2, -1).all()
+        after = square.diagonal(1, -2, -1)
+        return after.all(), ~after.any()
