@@ -136,6 +136,33 @@ def test_attention_that_normalises_along_something_else(dim, tmp_path):
         assert "is summed along dimension 3" in told.cause
 
 
+_SCORES = {  # what a model of [batch, positions, classes] or [batch, classes, height, width] may do with its scores
+    "viewed": (lambda scores: scores.view(6, 5, 7), True),
+    "transposed": (lambda scores: scores.transpose(1, 2), False),
+    "flattened": (lambda scores: scores.reshape(-1, 5), False),
+    "image, flattened": (lambda scores: scores.transpose(1, 2).unflatten(2, (7, 1)).reshape(-1, 5), True),
+    "image, permuted": (lambda scores: scores.transpose(1, 2).unsqueeze(3).permute(0, 2, 3, 1).reshape(-1, 5), False),
+    "image, positions in a row": (lambda scores: scores.transpose(1, 2).unsqueeze(3).flatten(2), False),
+}
+
+
+@pytest.mark.parametrize("way", _SCORES)
+def test_classes_that_a_view_has_made_of_positions(way, tmp_path):
+    torch.manual_seed(0)
+    arrange, is_told = _SCORES[way]
+    model, x = nn.Linear(8, 5), torch.randn(6, 7, 8)
+    targets = x[..., :5].argmax(-1)
+
+    def step(model):
+        scores = arrange(model(x))
+        return F.cross_entropy(scores, targets if scores.dim() == 3 else targets.flatten())
+
+    told = watched(model, step, tmp_path)
+    assert (told.name == "classes_viewed") is is_told
+    if is_told:
+        assert "are viewed as [" in told.cause
+
+
 def test_clusters_and_linear_attention_normalise_as_they_mean_it(tmp_path):
     torch.manual_seed(0)
 

@@ -103,6 +103,24 @@ def attention_axis(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
+    "classes_viewed",
+    severity="error",
+    means="a view has made the classes of a cross entropy out of something else, such as positions",
+    cause="view or reshape, which keep the order of numbers in memory, in the place of permute or transpose",
+    remedy="logits.transpose(1, 2) makes [batch, classes, positions] of [batch, positions, classes]; images: permute",
+    least=2,
+    share=0.0,
+)
+def classes_viewed(sample: Sample, past: Past) -> Iterator[Hit]:
+    """What a cross entropy is given is a view of scores whose last dimension has the size of the classes, which the
+    view has second; or of which the second one has it, and the view has it last; read from the autograd graph."""
+    found = sample.facts.get("viewed")
+    if found:
+        yield Hit(("", ""), f"scores of shape {found['given']} are viewed as {found['shape']} for a cross entropy: its "
+                  "classes are made of others and of positions", **found)  # fmt: skip
+
+
+@rule(
     "mask_inverted",
     severity="error",
     means="attention sees no token but padding: the mask hides what it should show",

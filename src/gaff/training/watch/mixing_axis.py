@@ -1,7 +1,8 @@
-"""Attention by hand whose softmax runs along another dimension than the one over which its result is summed.
+"""Dimensions that were taken for one another, read from the autograd graph.
 
-Read from the autograd graph: a matrix product that takes what a softmax has made of scores, which are a product of two
-others, queries and keys.
+Attention by hand whose softmax runs along another dimension than the one over which its result is summed: a matrix
+product that takes what a softmax has made of scores, which are a product of two others, queries and keys. And classes
+that a view has made of positions.
 """
 
 from __future__ import annotations
@@ -35,6 +36,31 @@ def wrong_axis(loss: Tensor) -> dict[str, Any] | None:
                 found = _softmax_behind(node, operand, axis)
                 if found is not None:
                     return found
+    return None
+
+
+def viewed_classes(loss: Tensor) -> dict[str, Any] | None:
+    """The first cross entropy behind a loss whose classes a view has made of something else, such as positions.
+
+    ``given``: the shape that was viewed as ``shape``, where the classes lay in another place: last, and the view has
+    them second, or second, and the view has them last. None where there is none among the first 2,000 nodes.
+    """
+    for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES):
+        viewed = _inner(node) if _name(node) == "LogSoftmaxBackward" else None
+        while viewed is not None and _name(viewed) in ("CloneBackward", "ToCopyBackward"):
+            viewed = _inner(viewed)
+        inner = _inner(viewed) if viewed is not None and _name(viewed) in _RESHAPED else None
+        if inner is None or len(_shape(node)) < 2 or node._saved_dim != 1:
+            continue
+        shape, given = _shape(viewed), _shape(inner)
+        classes = shape[1]
+        if len(shape) == 2:
+            is_image = _name(inner) == "ConvolutionBackward"  # whose channels are the second dimension
+            is_moved = len(given) > 2 and given[1] == classes and (is_image or given[-1] % classes > 0)
+        else:
+            is_moved = given[-1] == classes != shape[-1] and given[:2] != shape[:2] and math.prod(shape[2:]) > 1
+        if is_moved and classes > 1:
+            return {"given": list(given), "shape": list(shape)}
     return None
 
 
