@@ -45,6 +45,7 @@ def viewed_classes(loss: Tensor) -> dict[str, Any] | None:
     ``given``: the shape that was viewed as ``shape``, where the classes lay in another place: last, and the view has
     them second, or second, and the view has them last. None where there is none among the first 2,000 nodes.
     """
+    node: Any
     for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES):
         viewed = _inner(node) if _name(node) == "LogSoftmaxBackward" else None
         while viewed is not None and _name(viewed) in ("CloneBackward", "ToCopyBackward"):
