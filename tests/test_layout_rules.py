@@ -142,6 +142,8 @@ _SCORES = {  # what a model of [batch, positions, classes] or [batch, classes, h
     "flattened": (lambda scores: scores.reshape(-1, 5), False),
     "image, flattened": (lambda scores: scores.transpose(1, 2).unflatten(2, (7, 1)).reshape(-1, 5), True),
     "image, permuted": (lambda scores: scores.transpose(1, 2).unsqueeze(3).permute(0, 2, 3, 1).reshape(-1, 5), False),
+    "pooled": (lambda scores: scores.mean(1)[:, :, None, None].flatten(1), False),
+    "pooled, one dimension": (lambda scores: scores.transpose(1, 2).amax(-1, keepdim=True).flatten(1), False),
     "image, positions in a row": (lambda scores: scores.transpose(1, 2).unsqueeze(3).flatten(2), False),
 }
 
@@ -155,12 +157,45 @@ def test_classes_that_a_view_has_made_of_positions(way, tmp_path):
 
     def step(model):
         scores = arrange(model(x))
-        return F.cross_entropy(scores, targets if scores.dim() == 3 else targets.flatten())
+        return F.cross_entropy(scores, targets[:, 0] if len(scores) == 6 and scores.dim() == 2 else
+                               targets if scores.dim() == 3 else targets.flatten())  # fmt: skip
 
     told = watched(model, step, tmp_path)
     assert (told.name == "classes_viewed") is is_told
     if is_told:
         assert "are viewed as [" in told.cause
+
+
+@pytest.mark.parametrize("rows", [16, 2, 4])
+@pytest.mark.parametrize("way", ["viewed", "transposed", "one layer", "permuted and flattened"])
+def test_examples_that_a_view_has_made_of_one_another(way, rows, tmp_path):
+    torch.manual_seed(0)
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            is_single = way == "one layer"
+            self.layer = nn.LSTM(6, 5, 1 if is_single else 3, batch_first=True)
+            self.head = nn.Linear(5 if is_single else 15, 3)
+
+        def forward(self, x):
+            state = self.layer(x)[1][0]  # [layers, batch, 5]
+            if way == "transposed":
+                state = state.transpose(0, 1)
+            return self.head(state.reshape(len(x), -1))
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Conv1d(6, 5, 3), nn.Linear(25, 3)
+
+        def forward(self, x):
+            return self.head(self.layer(x.mT).permute(1, 0, 2).reshape(len(x), -1))
+
+    x = torch.randn(rows, 7, 6)
+    model = Turned() if way.startswith("permuted") else Last()
+    told = watched(model, lambda model: F.cross_entropy(model(x), (x.sum((1, 2)) > 0).long()), tmp_path)
+    assert (told.name == "examples_viewed") is (way in ("viewed", "permuted and flattened"))
 
 
 def test_clusters_and_linear_attention_normalise_as_they_mean_it(tmp_path):

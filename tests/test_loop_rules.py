@@ -870,7 +870,7 @@ def test_a_net_into_which_another_is_copied_is_not_told_as_untrained(tmp_path, w
     assert ("not_owned" in told(tmp_path, train)[0]) is (way == "left")
 
 
-@pytest.mark.parametrize("way", ["forgotten", "stepped by hand", "in the optimizer", "a parameter"])
+@pytest.mark.parametrize("way", ["forgotten", "stepped by hand", "in the optimizer", "a parameter", "made anew"])
 def test_a_weight_that_is_no_parameter_is_told(tmp_path, way):
     class Scaled(nn.Module):
         def __init__(self):
@@ -891,6 +891,8 @@ def test_a_weight_that_is_no_parameter_is_told(tmp_path, way):
             optimizer.step()
             if way == "stepped by hand":
                 model[0].scale.data -= 0.1 * model[0].scale.grad
+            if way == "made anew":  # as an input whose gradient is asked for, or fast weights
+                model[0].scale = torch.rand(8, requires_grad=True)
 
     found, _ = told(tmp_path, train)
     assert ("not_owned" in found) is (way == "forgotten")

@@ -134,6 +134,19 @@ def test_a_batch_that_was_taken_before_the_loop(tmp_path, is_kept, name):
     assert not is_kept or "the same batch at each of " in told.cause
 
 
+@pytest.mark.parametrize("way", ["nodes of one graph", "a grid beside the data"])
+def test_what_is_given_again_beside_others_is_no_one_batch(tmp_path, way):
+    loader, whole = loader_of(True), torch.randn(64, 6)
+    batches = (batch for _ in range(10) for batch in loader)
+
+    def loss_of(model, x, y):
+        if way == "nodes of one graph":
+            return F.mse_loss(model(whole)[:16], y)
+        return model(whole).square().mean() + F.mse_loss(model(x), y)
+
+    assert regression(loss_of, tmp_path, data=lambda *_: next(batches), steps=40).name != "one_batch"
+
+
 def test_a_checksum_on_a_device_tells_batches_apart():
     batch = torch.randn(16, 6)
     other = batch.clone()
@@ -145,6 +158,8 @@ def test_a_checksum_on_a_device_tells_batches_apart():
     assert sums[0] == sums[1] == sums[2]
     assert len(set(sums[2:])) == 3
     assert step_facts.device_checksum((batch,), {}) is None  # the CPU's is read at once
+    turned = torch.randn(3, dtype=torch.complex64)
+    assert step_facts.summed_bytes(turned.conj()).item() == step_facts.summed_bytes(turned.conj().resolve_conj()).item()
 
 
 def test_all_data_in_every_step_is_no_fault(tmp_path):

@@ -251,12 +251,19 @@ def trained_by_nobody(case: RunCase) -> Claim | None:
 
 @cause
 def laid_out_wrongly(case: RunCase) -> Claim | None:
-    """A layer that runs along the batch, attention that sums along another dimension than it normalises, classes that a
-    view has made, or a model that sees the tokens which it is to tell.
+    """A layer that runs along the batch, attention that sums along another dimension than it normalises, classes or
+    examples that a view has made, or a model that sees the tokens which it is to tell.
 
     Likely: each may be meant, as where examples attend to one another.
     """
-    finding = case.found("batch_as_time", "attention_axis", "classes_viewed", "targets_skip_a_token", "sees_the_future")
+    finding = case.found(
+        "batch_as_time",
+        "attention_axis",
+        "classes_viewed",
+        "examples_viewed",
+        "targets_skip_a_token",
+        "sees_the_future",
+    )
     if finding is None:
         return None
     certainty = "possible" if finding.rule == "targets_skip_a_token" else "likely"

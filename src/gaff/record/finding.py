@@ -100,7 +100,7 @@ def evidence_of(finding: Finding) -> str:
 def _told(name: str, value: Any) -> str:
     """A number of a finding with its name, as people are told it."""
     if isinstance(value, bool):
-        return name if value else f"not {name}"
+        return name if value else f"{name}: no"
     if isinstance(value, (list, tuple)):
         return f"{name} {'; '.join(map(str, value))}" if value else ""
     return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"

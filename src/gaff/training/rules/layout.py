@@ -121,6 +121,25 @@ def classes_viewed(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
+    "examples_viewed",
+    severity="error",
+    means="a view has made the examples of a batch out of parts of several",
+    cause="view or reshape, which keep the order of numbers in memory, of a tensor whose batch is its second dimension",
+    remedy="transpose first: h_n.transpose(0, 1).flatten(1) of a recurrent layer's [layers, batch, width]",
+    least=2,
+    share=0.0,
+)
+def examples_viewed(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A view behind a loss has as many rows as the batch has examples, and views a tensor of three dimensions or more
+    whose second one is the batch, while its first is neither one nor a multiple of it; read from the autograd graph."""
+    for found in sample.facts.get("viewed_batches", ()):
+        if found["shape"][0] == sample.facts.get("batch"):
+            yield Hit(("", ""), f"a tensor of shape {found['given']} is viewed as {found['shape']}: the batch is its "
+                      "second dimension, and each row is made of several examples", **found)  # fmt: skip
+            return
+
+
+@rule(
     "mask_inverted",
     severity="error",
     means="attention sees no token but padding: the mask hides what it should show",

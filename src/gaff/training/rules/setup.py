@@ -49,8 +49,9 @@ def same_batch(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.95,
 )
 def one_batch(sample: Sample, past: Past) -> Iterator[Hit]:
-    """The checksum of what the model is given has been the same at nine looks in a row, after twenty steps and as many
-    as the DataLoader has batches, two or more, while it is not begun anew in each."""
+    """The checksums of all that models are given have been the same at nine looks in a row, after twenty steps and as
+    many as the DataLoader has batches, two or more, while it is not begun anew in each; so have those of targets that
+    are fewer or more."""
     batches, repeats = sample.facts.get("batches"), sample.facts.get("repeats", 0)
     if not batches or repeats < 8 or batches["begun"] > 0.9 * sample.step:
         return

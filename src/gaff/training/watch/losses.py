@@ -21,7 +21,7 @@ from gaff.compat import distributed, elements
 from gaff.inspection.nonfinite.unsafe_ops import UnsafeOp, steep_ops
 from gaff.training.watch.kept_graphs import LossGraphs
 from gaff.training.watch.loss_graph import facts_of_graph, teaches_targets
-from gaff.training.watch.mixing_axis import viewed_classes, wrong_axis
+from gaff.training.watch.mixing_axis import mistaken
 from gaff.training.watch.variable_names import caller, name_of_loss
 
 _LENGTH = 128  # losses that a spike is compared with, as in OLMo-core's SkipStep
@@ -189,10 +189,7 @@ class Losses:
         elif self._graphs.are_held(tensor, name):
             found["held"] = name
         if self.count <= _EARLY:
-            mixed = wrong_axis(tensor)
-            found |= {"mixing": mixed} if mixed else {}
-            viewed = viewed_classes(tensor)
-            found |= {"viewed": viewed} if viewed else {}
+            found |= mistaken(tensor)
         if self._graphs.are_inside(tensor if named is None else named):
             found["holds"] = name
         if teaches_targets(tensor):

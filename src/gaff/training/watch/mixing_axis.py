@@ -2,7 +2,7 @@
 
 Attention by hand whose softmax runs along another dimension than the one over which its result is summed: a matrix
 product that takes what a softmax has made of scores, which are a product of two others, queries and keys. And classes
-that a view has made of positions.
+that a view has made of positions, and examples that it has made of one another.
 """
 
 from __future__ import annotations
@@ -24,14 +24,26 @@ _OF_SCORES = (*_RESHAPED, *_ALIKE, "DivBackward", "AddBackward", "SubBackward", 
               "PermuteBackward", "TransposeBackward")  # fmt: skip
 
 
-def wrong_axis(loss: Tensor) -> dict[str, Any] | None:
-    """The first attention behind a loss whose weights do not add up to one over what they are summed over.
+Nodes = list[tuple[Any, str]]  # of an autograd graph, with the name of each
 
-    ``shape``: of what the softmax returned; ``dim``: along which it ran; ``over``: the one that is summed over. None
-    where there is none among the first 2,000 nodes.
+
+def mistaken(loss: Tensor) -> dict[str, Any]:
+    """What the first 2,000 nodes behind a loss tell of dimensions that were taken for one another; empty if nothing.
+
+    - ``mixing``: of the first attention whose weights do not add up to one over what they are summed over the ``shape``
+      of what its softmax returned, along which ``dim`` that ran, and the one ``over`` which it is summed
+    - ``viewed``: of the first cross entropy whose classes a view has made of something else the shape that was
+      ``given``, and the ``shape`` that it was viewed as
+    - ``viewed_batches``: the same of up to four views whose rows may be made of several examples
     """
-    for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES):
-        if _name(node) in _PRODUCTS:
+    nodes = [(node, _name(node)) for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES)]
+    told = {"mixing": _wrong_axis(nodes), "viewed": _viewed_classes(nodes), "viewed_batches": _viewed_batches(nodes)}
+    return {name: found for name, found in told.items() if found}
+
+
+def _wrong_axis(nodes: Nodes) -> dict[str, Any] | None:
+    for node, name in nodes:
+        if name in _PRODUCTS:
             for operand, axis in ((0, -1), (1, -2)):
                 found = _softmax_behind(node, operand, axis)
                 if found is not None:
@@ -39,15 +51,10 @@ def wrong_axis(loss: Tensor) -> dict[str, Any] | None:
     return None
 
 
-def viewed_classes(loss: Tensor) -> dict[str, Any] | None:
-    """The first cross entropy behind a loss whose classes a view has made of something else, such as positions.
-
-    ``given``: the shape that was viewed as ``shape``, where the classes lay in another place: last, and the view has
-    them second, or second, and the view has them last. None where there is none among the first 2,000 nodes.
-    """
-    node: Any
-    for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES):
-        viewed = _inner(node) if _name(node) == "LogSoftmaxBackward" else None
+def _viewed_classes(nodes: Nodes) -> dict[str, Any] | None:
+    """The first cross entropy whose classes lay in another place: last, and a view has them second, or the reverse."""
+    for node, name in nodes:
+        viewed = _inner(node) if name == "LogSoftmaxBackward" else None
         while viewed is not None and _name(viewed) in ("CloneBackward", "ToCopyBackward"):
             viewed = _inner(viewed)
         inner = _inner(viewed) if viewed is not None and _name(viewed) in _RESHAPED else None
@@ -59,10 +66,28 @@ def viewed_classes(loss: Tensor) -> dict[str, Any] | None:
             is_image = _name(inner) == "ConvolutionBackward"  # whose channels are the second dimension
             is_moved = len(given) > 2 and given[1] == classes and (is_image or given[-1] % classes > 0)
         else:
-            is_moved = given[-1] == classes != shape[-1] and given[:2] != shape[:2] and math.prod(shape[2:]) > 1
-        if is_moved and classes > 1:
+            is_moved = given[-1] == classes != shape[-1]
+        stays = any(
+            size == classes and math.prod(given[at + 1 :]) == math.prod(shape[2:]) for at, size in enumerate(given)
+        )
+        if is_moved and not stays and classes > 1:
             return {"given": list(given), "shape": list(shape)}
     return None
+
+
+def _viewed_batches(nodes: Nodes) -> list[dict[str, Any]]:
+    """Views whose first dimension is as large as the second one of what they view, and is no part of its first.
+
+    Where that is the batch a view has made examples of one another: as of the last states of a recurrent layer,
+    ``[layers, batch, width]``.
+    """
+    found: list[dict[str, Any]] = []
+    for node, name in nodes:
+        inner = _inner(node) if name in _RESHAPED else None
+        shape, given = (_shape(node), _shape(inner)) if inner is not None else ((), ())
+        if len(given) > 2 and len(shape) > 1 and given[0] > 1 < given[1] == shape[0] and given[0] % given[1] > 0:
+            found.append({"given": list(given), "shape": list(shape)})
+    return found[:4]
 
 
 def _softmax_behind(product: Any, operand: int, axis: int) -> dict[str, Any] | None:

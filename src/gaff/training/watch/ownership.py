@@ -136,7 +136,7 @@ def _unowned(model: Model, owned: set[int], models: Models) -> list[Tensor]:
 def _plain_tensors(models: Models, owned: set[int]) -> Iterator[tuple[str, str]]:
     """Attributes of modules that are tensors, no parameters, get gradients, are in no optimizer, and stay as they are.
 
-    By model and path.
+    By model and path; from the second time on that they are met, for many are made anew in each step.
     """
     held = models.unowned.held
     for model in models.all:
@@ -145,7 +145,7 @@ def _plain_tensors(models: Models, owned: set[int]) -> Iterator[tuple[str, str]]
                 if not isinstance(one, Tensor) or not one.requires_grad or not one.is_leaf or id(one) in owned:
                     continue
                 before = held.get(id(one))
-                if one.grad is not None and (before is None or before.now() is not one or not before.is_other()):
+                if one.grad is not None and before is not None and before.now() is one and not before.is_other():
                     yield model.name, join(path, name)
                 held[id(one)] = HeldParameter.of(weakref.ref(module), name, one)
 

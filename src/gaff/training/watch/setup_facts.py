@@ -45,8 +45,9 @@ class SetupFacts:
         self._labels: dict[tuple[str, int], Tensor] = {}  # how often each class has come, by function and their number
         self._tokens = TokenFacts()
         self._layout = BatchLayout()
-        self._latest: str | Tensor = ""  # a checksum of the first batch of the look before
-        self._fingerprint: str | Tensor = ""  # of that of this one; as a tensor of those on a device
+        self._latest: list[str | Tensor] = []  # checksums of what the look before was given; a tensor of a device's
+        self._given: list[str | Tensor] = []  # those of this one
+        self._rows = 0  # of what was given first
         self._repeats: int | Tensor = 0  # looks in a row whose batch was that of the look before
         self._begun = 0
         self._batches = 0  # of the largest DataLoader so far
@@ -58,20 +59,18 @@ class SetupFacts:
             calls.switch(is_on=is_on and not has_asked_to_compile())
         if is_on:
             self._targets, self._tokens, self._layout, self._shares = [], TokenFacts(), BatchLayout(), {}
-            self._latest = self._latest if self._is_new else self._fingerprint
-            self._fingerprint = ""
+            self._latest, self._given = self._given or self._latest, []
 
     def batch_given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A model is called that trains, in a step that is looked at: the first batch gets a checksum.
+        """A model is called that trains, in a step that is looked at: batches get a checksum.
 
         Parts that no file has matched, and that somebody has filled by hand before the first one, are in order.
         """
         for known, told in list(self._unmatched.items()):
             if told.get("digests", ()) and told.pop("digests") != step_facts.digests(known):
                 del self._unmatched[known]
-        if self._is_new:
-            on_device = step_facts.device_checksum(args, kwargs)
-            self._fingerprint = step_facts.fingerprint(args, kwargs) if on_device is None else on_device
+        self._rows = self._rows if self._given else step_facts.batch_size(args, kwargs)
+        self._mark(args, kwargs)
         self._tokens.given(module, args, kwargs)
         self._layout.given(module, args, kwargs)
 
@@ -101,10 +100,11 @@ class SetupFacts:
             told = {"parameters": len(names), "missing": names[0], "given": keys.unexpected_keys[0]}
             self._unmatched[module] = {**told, "digests": step_facts.digests(module)}
 
-    @property
-    def _is_new(self) -> bool:
-        """Whether no batch with a checksum has been given since the look began."""
-        return isinstance(self._fingerprint, str) and not self._fingerprint
+    def _mark(self, args: Any, kwargs: Any) -> None:
+        on_device = step_facts.device_checksum(args, kwargs)
+        mark = step_facts.fingerprint(args, kwargs) if on_device is None else on_device
+        if (on_device is not None or mark) and len(self._given) < _MOST_TARGETS:
+            self._given.append(mark)
 
     def take(self) -> dict[str, Any]:
         """The facts of the step that was looked at; tensors in them may be on a device."""
@@ -113,10 +113,11 @@ class SetupFacts:
         entries = self._models.entries
         unmatched = [(entries.get(unwrap(module)), told) for module, told in self._unmatched.items()]
         facts["unmatched"] = [{**told, "model": one.model, "path": one.path} for one, told in unmatched if one]
-        if not self._is_new:
-            facts["fingerprint"] = self._fingerprint
-            is_like = type(self._fingerprint) is type(self._latest)
-            is_same = is_like and self._fingerprint == self._latest
+        if self._given:
+            facts["fingerprint"] = self._given[0]
+            is_same: Any = len(self._given) == len(self._latest)
+            for one, other in zip(self._given, self._latest, strict=False):
+                is_same = is_same & (type(one) is type(other) and one == other)
             self._repeats = (self._repeats + 1) * is_same
             facts["repeats"] = self._repeats
         if self._batches:
@@ -139,6 +140,8 @@ class SetupFacts:
         is_wanted = torch.is_grad_enabled() and not target.requires_grad and len(self._targets) < _MOST_TARGETS
         if is_plain and is_wanted:
             self._targets.append(step_facts.target_of(name, output, target, self._labels, known))
+            if self._given and (not target.dim() or len(target) != self._rows):  # as of a part of what was given
+                self._mark((target,), {})
             if name in step_facts.OVER_CLASSES:
                 self._tokens.target(target)
                 self._layout.target(target, known)

@@ -75,7 +75,8 @@ def device_checksum(args: Any, kwargs: Any) -> Tensor | None:
 @torch.no_grad()
 def summed_bytes(tensor: Tensor, start: Tensor | int = 0, most_bytes: int = _MOST_BYTES) -> Tensor:
     """``start`` and the sum of the first bytes of a tensor, each with an odd weight by its place, modulo 2 ** 64."""
-    values = _beginning(tensor, most_bytes // tensor.element_size()).contiguous().view(torch.uint8)
+    beginning = _beginning(tensor, most_bytes // tensor.element_size()).resolve_conj().resolve_neg()
+    values = beginning.contiguous().view(torch.uint8).long()
     places = torch.arange(1, values.numel() + 1, dtype=torch.int64, device=tensor.device)
     return start + ((values + 1) * (places * _MIXED | 1)).sum()
 
