@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 44_200
-MOST_OF_CORE = 15_480
+MOST_LINES = 44_240
+MOST_OF_CORE = 15_520
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

@@ -1,12 +1,15 @@
 """The edges of compiled code: outputs that are used inside, code that calls backward, forwards of others."""
 
+import collections
 import contextlib
 import inspect
 import itertools
 import math
 import pickle
+import subprocess
 import sys
 import types
+import weakref
 from functools import partial
 from threading import Thread
 
@@ -21,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import gaff
 from gaff import edits
 from gaff.compat import compiler
+from gaff.engine.compiled_behind import among, behind
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute")]  # Dynamo's own
 
@@ -156,6 +160,88 @@ def test_a_session_that_is_opened_inside_a_checkpoint_is_opened_again_there():
     assert torch.allclose(torch.autograd.grad(loss, x)[0], true)
     assert torch.equal(opened[0]["l"], inner.l(x))
     assert len(opened) == 2
+
+    loss = model.head(checkpoint(lambda x: inner(x) if opened[2:] else looked_at(x), x, use_reentrant=False)).sum()
+    with pytest.raises(gaff.ExactnessError, match="opened inside of it, and not again"):
+        torch.autograd.grad(loss, x)
+
+
+def test_what_a_compiled_function_may_come_upon_is_found_wherever_it_is_held():
+    def calls(held):
+        return lambda x: held
+
+    class Holder:
+        __slots__ = ("it",)
+
+        def __init__(self, it):
+            self.it = it
+
+        @property
+        def found(self):
+            return _HELD
+
+        def method(self):
+            return self.found
+
+    def marked(x):
+        return x
+
+    layer = nn.Linear(2, 2)
+    marked.layer = layer
+    held = [{layer: 1}, {"a": [layer]}, collections.deque([layer]), types.MappingProxyType({"a": layer}), marked,
+            weakref.ref(layer), weakref.WeakValueDictionary(a=layer), Holder(layer), partial(print, layer),
+            calls(layer), (lambda x: (lambda: layer)), Holder(0).method]  # fmt: skip
+    for one in held[:-1]:
+        assert layer in behind(calls(one))
+        assert layer in among([one])
+    assert _HELD in behind(held[-1])
+    assert not among([3, "a", torch.ones(1), (torch.ones(1),)])
+
+
+_HELD = nn.Linear(1, 1)
+
+
+def test_a_thread_that_recomputes_leaves_what_others_keep_eager():
+    model, x, true = _in_a_checkpoint()
+    other = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    other.compile(backend="aot_eager")
+    given, outputs = torch.randn(2, 4), []
+
+    def edited():
+        with gaff.edit(other, {"1/tanh": edits.scale(0.0)}):
+            outputs.append(other(given))
+
+    class Calling(nn.Module):
+        def forward(self, x):
+            if torch._C._current_graph_task_id() != -1:
+                thread = Thread(target=edited)
+                thread.start()
+                thread.join()
+            return model.b(x)
+
+    loss = model.head(checkpoint(Calling(), x, use_reentrant=False)).sum()
+    with gaff.capture(other, gaff.maybe("1/tanh")):
+        assert torch.equal(torch.autograd.grad(loss, x)[0], true)
+    assert len(outputs) == 1
+    assert not outputs[0].any()
+
+
+def test_what_is_first_compiled_inside_a_checkpoint_is_recomputed_as_it_ran():
+    program = """
+import functools, torch, gaff
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+@functools.cache
+def core():
+    return torch.compile(lambda x: torch.sigmoid(x) * x.exp() + x.tanh(), backend="aot_eager")
+model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(8, 8, requires_grad=True)
+bare = torch.autograd.grad(model(torch.sigmoid(x) * x.exp() + x.tanh()).sum(), x)[0]
+with gaff.capture(model, "1/tanh"):
+    loss = checkpoint(lambda x: model(core()(x)), x, use_reentrant=False).sum()
+assert torch.allclose(torch.autograd.grad(loss, x)[0], bare)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
 
 
 def test_gradients_in_a_reentrant_checkpoint_around_compiled_code_are_those_of_its_one_call():

@@ -7,6 +7,7 @@ that looks into ``sys.modules`` only.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -205,12 +206,22 @@ def is_compiled_function(function: Any) -> bool:
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
+class AsBefore(threading.local):
+    """Whether this thread runs compiled code in the stance that was there ``before``; None: in that of the process."""
+
+    stance: str | None = None
+
+
+as_before = AsBefore()
+
+
 @contextmanager
 def before_compiled_calls(tell: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
     """Inside, ``tell`` is called before each call of what is compiled, with its function and its arguments.
 
     Not where it is kept eager, as by ``torch.compiler.set_stance("force_eager")``. What is called as a part of a graph
-    is no call. torch asks a function of its own for the stance there, which is another one meanwhile.
+    is no call. torch asks a function of its own for the stance there, which is another one meanwhile: on a thread where
+    ``as_before`` names a stance it is that one.
     """
     from torch._dynamo import eval_frame
 
@@ -219,7 +230,10 @@ def before_compiled_calls(tell: Callable[[Any, tuple[Any, ...]], None]) -> Itera
 
     @wraps(before)
     def asked(callback: Any) -> Any:
-        found = before(callback)
+        if as_before.stance not in (None, "force_eager") and place._stance.stance == "force_eager":
+            found = callback if as_before.stance != "eager_on_recompile" else False
+        else:
+            found = before(callback)
         if found is not None:
             known = sys._getframe(1).f_locals
             if "fn" in known and "args" in known:

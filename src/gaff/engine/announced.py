@@ -10,20 +10,20 @@ from gaff.compat import checkpoints, compiler
 from gaff.engine.replacements import Held, Replacements
 
 
-class Announced:
+class Announced(Held):
     """Something that torch does anywhere in the process; ``place`` lets it call a function of ours first.
 
     What an asked function raises comes out of the program's own call, before anything is computed.
     """
 
     def __init__(self, place: Callable[[Callable[..., None]], AbstractContextManager[Any]]) -> None:
+        super().__init__(lambda: place(self._ask))
         self._asked: dict[object, Callable[..., None]] = {}
-        self._place = Held(lambda: place(self._ask))
 
     def before_each(self, ask: Callable[..., None]) -> ExitStack:
         """Until what this returns is closed ``ask`` is called each time."""
         key, asking = object(), ExitStack()
-        asking.enter_context(self._place)
+        asking.enter_context(self)
         self._asked[key] = ask
         asking.callback(self._asked.pop, key)
         return asking

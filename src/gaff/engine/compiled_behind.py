@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +20,20 @@ _MOST = 20_000  # objects that are looked at
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), Tensor, torch.dtype, torch.device, torch.Generator)
 
 
-def behind(given: list[Any]) -> set[nn.Module] | None:
-    """The modules that may be a part of the graph of a compiled function, the first that is given, or of its arguments.
+def behind(function: Any) -> set[nn.Module] | None:
+    """The modules that may be a part of the graph of a compiled function; None where there is too much to look at.
 
-    Of a container of torch's own, which Dynamo does not compile, they are those of what lies in it. None where there is
-    too much to look at.
+    Of a container of torch's own, which Dynamo does not compile, they are those of what lies in it.
     """
-    function, *args = given
     module = getattr(function, "__self__", None)
     if isinstance(module, nn.Module) and _is_ours(getattr(function, "__func__", None)):  # its call, as torch has it
-        return _InSight([*_compiled_in(module), *args]).modules()
-    return _InSight([function, *args]).modules()
+        return _InSight([*_compiled_in(module)]).modules()
+    return _InSight([function]).modules()
+
+
+def among(args: Iterable[Any]) -> set[nn.Module] | None:
+    """The modules that arguments are, hold or name; None where there is too much to look at."""
+    return _InSight([one for one in args if not isinstance(one, _PLAIN)]).modules()
 
 
 def _compiled_in(module: nn.Module) -> Iterator[Any]:
@@ -91,6 +96,7 @@ class _InSight:
                 continue
         yield from function.__defaults__ or ()
         yield from (function.__kwdefaults__ or {}).values()
+        yield from vars(function).values()
         if not _is_known(function):
             names = _names_in(function.__code__)
             yield from (function.__globals__[name] for name in names if name in function.__globals__)
@@ -120,8 +126,10 @@ _HELD: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (partial, lambda one: (one.func, *one.args, *one.keywords.values())),
     ((staticmethod, classmethod), lambda one: (one.__func__,)),
     (property, lambda one: (one.fget, one.fset)),
-    (dict, lambda one: list(dict.values(one))),
-    ((list, tuple, set, frozenset), list),
+    (dict, lambda one: [*dict.keys(one), *dict.values(one)]),
+    ((list, tuple, set, frozenset, deque), list),
+    (MappingProxyType, lambda one: [*one, *one.values()]),
+    (ref, lambda one: (one(),)),
 )
 
 

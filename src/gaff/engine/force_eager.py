@@ -18,9 +18,9 @@ import torch
 
 from gaff.address.nested import iter_tensors
 from gaff.compat import checkpoints
-from gaff.compat.compiler import has_asked_to_compile, is_loaded
+from gaff.compat.compiler import as_before, has_asked_to_compile, is_loaded, stance
 from gaff.compat.modes import dispatch_modes, plainly
-from gaff.engine.announced import recomputations
+from gaff.engine.announced import compiled_calls, recomputations
 from gaff.engine.flops import FlopCount
 from gaff.engine.process.alone import Unanswered
 from gaff.engine.replacements import Held, Replacements
@@ -37,8 +37,10 @@ def _force() -> ExitStack:
     modules.
     """
     with ExitStack() as forced:
+        before = stance()
         forced.enter_context(_CONTROL_FLOW)
-        forced.enter_context(recomputations.before_each(_as_before))
+        forced.enter_context(compiled_calls)
+        forced.enter_context(recomputations.before_each(functools.partial(_as_before, before)))
         forced.callback(checkpoints.follow_regions(_eagerly, _BEGUN))
         try:
             forced.enter_context(torch.compiler.set_stance("force_eager"))
@@ -52,8 +54,11 @@ def _force() -> ExitStack:
 def _eagerly(recompute: Callable[..., Any]) -> Callable[..., Any]:
     """What a checkpoint recomputes that began while code was kept eager: eagerly, too, whoever still keeps it so.
 
-    What compiled code saves is matched by its place with what eager code has saved, and would be taken for it.
+    What compiled code saves is matched by its place with what eager code has saved, and would be taken for it. One that
+    begins in the recomputation of an older one runs as that does.
     """
+    if as_before.stance is not None:
+        return _in_stance(as_before.stance, recompute)
 
     @functools.wraps(recompute)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -63,18 +68,21 @@ def _eagerly(recompute: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _as_before(region: Any) -> None:
-    """A checkpoint recomputes; one that began while nobody kept code eager does it so: what it calls is not kept."""
+def _as_before(before: str, region: Any) -> None:
+    """A checkpoint recomputes; one that began while nobody kept code eager does it in the stance from before that."""
     if region not in _BEGUN and region not in _OLDER:
         _OLDER.add(region)
-        checkpoints.wrap_recomputation(region, _compiled)
+        checkpoints.wrap_recomputation(region, functools.partial(_in_stance, before))
 
 
-def _compiled(recompute: Callable[..., Any]) -> Callable[..., Any]:
+def _in_stance(name: str, recompute: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(recompute)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with forced_eager.away():
+        around, as_before.stance = as_before.stance, name
+        try:
             return recompute(*args, **kwargs)
+        finally:
+            as_before.stance = around
 
     return run
 
@@ -95,7 +103,8 @@ def _as_python(dispatch: Any) -> Any:
     operator = dispatch.__self__
 
     def run(key: Any, *args: Any, **kwargs: Any) -> Any:
-        result = NotImplemented if _is_traced() else plainly(operator, args, kwargs)
+        is_older = as_before.stance is not None
+        result = NotImplemented if is_older or _is_traced() else plainly(operator, args, kwargs)
         if result is NotImplemented:
             return dispatch(key, *args, **kwargs)
         if operator is _OPS.cond and any(tensor.requires_grad for _, tensor in iter_tensors(result)):
@@ -147,6 +156,10 @@ def _force_later() -> ExitStack:
                 if live:
                     forced.enter_context(forced_eager)  # also where another session holds it, which may close before
                     live.clear()
+                    for one in checkpoints.enclosing():  # in which nothing compiled has run
+                        if not one.is_again and one.frame not in _BEGUN:
+                            _BEGUN.add(one.frame)
+                            checkpoints.wrap_recomputation(one.frame, _eagerly)
             return compile(*args, **kwargs)
 
         return run

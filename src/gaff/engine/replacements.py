@@ -45,21 +45,6 @@ class Held:
                 self._held.__exit__(None, None, None)
                 self._held = None
 
-    @contextmanager
-    def away(self) -> Iterator[None]:
-        """What is set is not, inside, as if nobody held it."""
-        with self._lock:
-            held, self._held = self._held, None
-            if held is not None:
-                held.__exit__(None, None, None)
-        try:
-            yield
-        finally:
-            with self._lock:
-                if self._holders and self._held is None:
-                    self._held = self._make()
-                    self._held.__enter__()
-
 
 class Replacements(Held):
     """While open: ours stand at ``places``. One object for all sessions of the process, which are counted.

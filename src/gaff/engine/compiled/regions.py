@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
-from torch import Tensor, nn
+from torch import nn
 
 from gaff.compat import checkpoints
 from gaff.engine.announced import compiled_calls
-from gaff.engine.compiled_behind import behind
+from gaff.engine.compiled_behind import among, behind
 from gaff.errors import ExactnessError
 
 _APART = (
@@ -30,19 +30,25 @@ class Regions(AbstractContextManager["Regions"]):
 
     A checkpoint in which code was called that was compiled with such hooks raises ExactnessError when it recomputes and
     the session has closed, and one that calls such code then if the session was not open yet when it began. One in
-    which the session itself is opened opens it again when it recomputes, and is left alone.
+    which the session itself is opened must open another on the same modules when it recomputes.
     """
+
+    _open: ClassVar[WeakSet[Regions]] = WeakSet()
 
     def __init__(self) -> None:
         self.modules: WeakSet[nn.Module] = WeakSet()
         self._known: WeakSet[Any] = WeakSet()
         self._hooked: WeakSet[Any] = WeakSet()  # of these, those that have called compiled code with hooks
         self._around: WeakSet[Any] = WeakSet()
-        self._asked: dict[tuple[int, ...], tuple[list[Any], bool]] = {}  # by what was called: whether it has hooks
+        self._asked: dict[int, tuple[Any, bool]] = {}  # what was called, and whether it has hooks
         self._opened, self._is_open = ExitStack(), False
 
     def __enter__(self) -> Regions:
-        self._around.update(one.frame for one in checkpoints.enclosing())
+        for one in checkpoints.enclosing():
+            self._around.add(one.frame)
+            if not one.is_again:
+                checkpoints.wrap_recomputation(one.frame, self._again)
+        self._open.add(self)
         self._opened.callback(checkpoints.follow_regions(self._while_open, self._known))
         self._opened.enter_context(compiled_calls.before_each(self._called))
         self._is_open = True
@@ -50,6 +56,7 @@ class Regions(AbstractContextManager["Regions"]):
 
     def __exit__(self, *exc: object) -> None:
         self._is_open = False
+        self._open.discard(self)
         self._asked.clear()
         self._opened.close()
 
@@ -72,11 +79,24 @@ class Regions(AbstractContextManager["Regions"]):
 
         return run
 
+    def _again(self, recompute: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(recompute)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with compiled_calls.before_each(self._need_another):
+                return recompute(*args, **kwargs)
+
+        return run
+
+    def _need_another(self, function: Any, args: tuple[Any, ...]) -> None:
+        has_another = any(not self.modules.isdisjoint(set(one.modules)) for one in self._open)
+        if not has_another and self._has_hooks(function, args):
+            raise ExactnessError(_APART.format("opened inside of it, and not again when it recomputed"))
+
     def _has_hooks(self, function: Any, args: tuple[Any, ...]) -> bool:
-        """Whether hooks of this session may be in the code of a compiled function; asked once."""
-        given = [function, *(one for one in args if not isinstance(one, Tensor))]
-        key = tuple(map(id, given))
-        if key not in self._asked:
-            found = behind(given)
-            self._asked[key] = given, found is None or not found.isdisjoint(self.modules)
-        return self._asked[key][1]
+        """Whether hooks of this session may be in the code of a compiled function, which is looked at once."""
+        if id(function) not in self._asked:
+            self._asked[id(function)] = function, self._are_hooked(behind(function))
+        return self._asked[id(function)][1] or self._are_hooked(among(args))
+
+    def _are_hooked(self, modules: set[nn.Module] | None) -> bool:
+        return modules is None or not modules.isdisjoint(self.modules)

@@ -45,10 +45,10 @@ class SetupFacts:
         self._labels: dict[tuple[str, int], Tensor] = {}  # how often each class has come, by function and their number
         self._tokens = TokenFacts()
         self._layout = BatchLayout()
-        self._latest: list[str | Tensor] = []  # checksums of what the look before was given; a tensor of a device's
+        # checksums of what the look before was given, tensors of a device's; how many looks before it were given the same
+        self._latest: tuple[list[str | Tensor], int | Tensor] = [], 0
         self._given: list[str | Tensor] = []  # those of this one
         self._rows = 0  # of what was given first
-        self._repeats: int | Tensor = 0  # looks in a row whose batch was that of the look before
         self._begun = 0
         self._batches = 0  # of the largest DataLoader so far
         self._unmatched: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
@@ -59,7 +59,7 @@ class SetupFacts:
             calls.switch(is_on=is_on and not has_asked_to_compile())
         if is_on:
             self._targets, self._tokens, self._layout, self._shares = [], TokenFacts(), BatchLayout(), {}
-            self._latest, self._given = self._given or self._latest, []
+            self._latest, self._given = (self._given or self._latest[0], self._latest[1]), []
 
     def batch_given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A model is called that trains, in a step that is looked at: batches get a checksum.
@@ -115,11 +115,12 @@ class SetupFacts:
         facts["unmatched"] = [{**told, "model": one.model, "path": one.path} for one, told in unmatched if one]
         if self._given:
             facts["fingerprint"] = self._given[0]
-            is_same: Any = len(self._given) == len(self._latest)
-            for one, other in zip(self._given, self._latest, strict=False):
+            before, repeats = self._latest
+            is_same: Any = len(self._given) == len(before)
+            for one, other in zip(self._given, before, strict=False):
                 is_same = is_same & (type(one) is type(other) and one == other)
-            self._repeats = (self._repeats + 1) * is_same
-            facts["repeats"] = self._repeats
+            facts["repeats"] = (repeats + 1) * is_same
+            self._latest = before, facts["repeats"]
         if self._batches:
             facts["batches"] = {"count": self._batches, "begun": self._begun}
         return facts
