@@ -45,7 +45,7 @@ class SetupFacts:
         self._labels: dict[tuple[str, int], Tensor] = {}  # how often each class has come, by function and their number
         self._tokens = TokenFacts()
         self._layout = BatchLayout()
-        # checksums of what the look before was given, tensors of a device's; how many looks before it were given the same
+        # what the look before was given, as checksums, and how many looks before that the same; tensors of a device's
         self._latest: tuple[list[str | Tensor], int | Tensor] = [], 0
         self._given: list[str | Tensor] = []  # those of this one
         self._rows = 0  # of what was given first
