@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import gaff
 from gaff import edits
 from gaff.compat import compiler
-from gaff.engine.compiled_behind import among, behind
+from gaff.engine.compiled_behind import InSight
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute")]  # Dynamo's own
 
@@ -192,10 +192,12 @@ def test_what_a_compiled_function_may_come_upon_is_found_wherever_it_is_held():
             weakref.ref(layer), weakref.WeakValueDictionary(a=layer), Holder(layer), partial(print, layer),
             calls(layer), (lambda x: (lambda: layer)), Holder(0).method]  # fmt: skip
     for one in held[:-1]:
-        assert layer in behind(calls(one))
-        assert layer in among([one])
-    assert _HELD in behind(held[-1])
-    assert not among([3, "a", torch.ones(1), (torch.ones(1),)])
+        assert InSight({layer}).may_run(calls(one))
+        assert InSight({layer}).finds([one])
+    in_sight = InSight({_HELD})
+    assert not in_sight.finds([3, "a", torch.ones(1), (torch.ones(1),), *held[:-1]])
+    assert in_sight.may_run(held[-1])
+    assert in_sight.may_run(held[-1])
 
 
 _HELD = nn.Linear(1, 1)

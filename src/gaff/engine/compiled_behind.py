@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import CodeType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
@@ -20,22 +20,6 @@ _MOST = 20_000  # objects that are looked at
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), Tensor, torch.dtype, torch.device, torch.Generator)
 
 
-def behind(function: Any) -> set[nn.Module] | None:
-    """The modules that may be a part of the graph of a compiled function; None where there is too much to look at.
-
-    Of a container of torch's own, which Dynamo does not compile, they are those of what lies in it.
-    """
-    module = getattr(function, "__self__", None)
-    if isinstance(module, nn.Module) and _is_ours(getattr(function, "__func__", None)):  # its call, as torch has it
-        return _InSight([*_compiled_in(module)]).modules()
-    return _InSight([function]).modules()
-
-
-def among(args: Iterable[Any]) -> set[nn.Module] | None:
-    """The modules that arguments are, hold or name; None where there is too much to look at."""
-    return _InSight([one for one in args if not isinstance(one, _PLAIN)]).modules()
-
-
 def _compiled_in(module: nn.Module) -> Iterator[Any]:
     forward = type(module).forward
     if compiler.left_alone(forward) is forward or not _is_ours(vars(module).get("forward", forward)):
@@ -46,23 +30,42 @@ def _compiled_in(module: nn.Module) -> Iterator[Any]:
     yield from (value for name, value in vars(module).items() if not name.startswith("_") and name != "forward")
 
 
-class _InSight:
-    """What a search has come upon, as deep as things hold one another, or name what is held by others."""
+class InSight:
+    """Looks for the modules that are ``wanted``, as deep as things hold one another, or name what is held by others."""
 
-    def __init__(self, given: list[Any]) -> None:
-        self._waiting = given
-        self._seen: dict[int, Any] = {}
+    def __init__(self, wanted: Container[nn.Module]) -> None:
+        self._wanted = wanted
+        self._begin()
+
+    def _begin(self) -> None:
+        self._waiting: list[Any] = []
+        self._seen: dict[int, Any] = {}  # and no wanted module in them
         self._names = {"forward"}  # that code in sight uses
         self._named: dict[str, list[Any]] = {}  # what goes by a name that no code in sight has used
 
-    def modules(self) -> set[nn.Module] | None:
-        """All modules; None where there is too much to look at."""
+    def may_run(self, function: Any) -> bool:
+        """Whether a wanted module may be a part of the graph of a compiled function.
+
+        Of a container of torch's own, which Dynamo does not compile, what lies in it counts.
+        """
+        module = getattr(function, "__self__", None)
+        if isinstance(module, nn.Module) and _is_ours(getattr(function, "__func__", None)):  # its call, as torch has it
+            return self.finds(_compiled_in(module))
+        return self.finds([function])
+
+    def finds(self, given: Iterable[Any]) -> bool:
+        """Whether what is given is, holds or names a wanted module, or there is too much to look at."""
+        self._waiting += given
         while self._waiting and len(self._seen) < _MOST:
             one = self._waiting.pop()
-            if not isinstance(one, _PLAIN) and id(one) not in self._seen:
-                self._seen[id(one)] = one
-                self._waiting += self._held_by(one)
-        return None if self._waiting else {one for one in self._seen.values() if isinstance(one, nn.Module)}
+            if isinstance(one, _PLAIN) or id(one) in self._seen:
+                continue
+            if isinstance(one, nn.Module) and any(inner in self._wanted for inner in one.modules()):
+                self._begin()  # what was seen holds it perhaps
+                return True
+            self._seen[id(one)] = one
+            self._waiting += self._held_by(one)
+        return bool(self._waiting)
 
     def _held_by(self, one: Any) -> Iterable[Any]:
         """What an object holds that it may call: of torch's own and of gaff's, what they close over alone.

@@ -16,7 +16,7 @@ from torch import nn
 
 from gaff.compat import checkpoints
 from gaff.engine.announced import compiled_calls
-from gaff.engine.compiled_behind import among, behind
+from gaff.engine.compiled_behind import InSight
 from gaff.errors import ExactnessError
 
 _APART = (
@@ -40,6 +40,7 @@ class Regions(AbstractContextManager["Regions"]):
         self._known: WeakSet[Any] = WeakSet()
         self._hooked: WeakSet[Any] = WeakSet()  # of these, those that have called compiled code with hooks
         self._around: WeakSet[Any] = WeakSet()
+        self._in_sight = InSight(self.modules)
         self._asked: dict[int, tuple[Any, bool]] = {}  # what was called, and whether it has hooks
         self._opened, self._is_open = ExitStack(), False
 
@@ -58,6 +59,7 @@ class Regions(AbstractContextManager["Regions"]):
         self._is_open = False
         self._open.discard(self)
         self._asked.clear()
+        self._in_sight = InSight(self.modules)
         self._opened.close()
 
     def _called(self, function: Any, args: tuple[Any, ...]) -> None:
@@ -95,8 +97,5 @@ class Regions(AbstractContextManager["Regions"]):
     def _has_hooks(self, function: Any, args: tuple[Any, ...]) -> bool:
         """Whether hooks of this session may be in the code of a compiled function, which is looked at once."""
         if id(function) not in self._asked:
-            self._asked[id(function)] = function, self._are_hooked(behind(function))
-        return self._asked[id(function)][1] or self._are_hooked(among(args))
-
-    def _are_hooked(self, modules: set[nn.Module] | None) -> bool:
-        return modules is None or not modules.isdisjoint(self.modules)
+            self._asked[id(function)] = function, self._in_sight.may_run(function)
+        return self._asked[id(function)][1] or InSight(self.modules).finds(args)
