@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
+from opcode import opmap
 from types import CodeType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
@@ -17,7 +19,9 @@ from torch import Tensor, nn
 from gaff.compat import compiler
 
 _MOST = 20_000  # objects that are looked at
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), Tensor, torch.dtype, torch.device, torch.Generator)
+_IMPORT = opmap["IMPORT_NAME"]
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), Tensor, torch.dtype, torch.device, torch.Generator,
+          logging.Logger)  # fmt: skip
 
 
 def _compiled_in(module: nn.Module) -> Iterator[Any]:
@@ -103,7 +107,8 @@ class InSight:
         if not _is_known(function):
             names = _names_in(function.__code__)
             yield from (function.__globals__[name] for name in names if name in function.__globals__)
-            yield from (sys.modules[name] for name in names if name in sys.modules)  # as one that it imports
+            if _IMPORT in function.__code__.co_code[::2]:
+                yield from (sys.modules[name] for name in names if name in sys.modules)
             for name in names - self._names:
                 yield from self._named.pop(name, ())
             self._names |= names
@@ -112,7 +117,8 @@ class InSight:
 def _names_in(code: CodeType) -> set[str]:
     """The names that a function's code and that of the functions inside it use, or may look up."""
     inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
-    return set(code.co_names).union((one for one in code.co_consts if isinstance(one, str)), *inner)
+    looked_up = (one for one in code.co_consts if isinstance(one, str) and "getattr" in code.co_names)
+    return set(code.co_names).union(looked_up, *inner)
 
 
 def _attributes(one: Any) -> Iterator[Any]:
@@ -137,8 +143,19 @@ _HELD: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
 
 
 def _is_known(one: Any) -> bool:
-    """Whether a class, a function or a module is torch's, gaff's or Python's own: what it names leads everywhere."""
-    return _is_ours(one) or _top_of(one) in sys.stdlib_module_names
+    """Whether what a class, a function or a module names leads everywhere, and to no module of a model.
+
+    So do torch's, gaff's and Python's own, and installed packages that do not know torch.
+    """
+    top = _top_of(one)
+    return _is_ours(one) or top in sys.stdlib_module_names or _is_unaware(top)
+
+
+@cache
+def _is_unaware(package: str) -> bool:
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    parts = (one for name, one in list(sys.modules.items()) if name.partition(".")[0] == package)
+    return "site-packages" in file and not any("torch" in getattr(one, "__dict__", ()) for one in parts)
 
 
 def _is_ours(one: Any) -> bool:
