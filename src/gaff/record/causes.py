@@ -250,29 +250,6 @@ def trained_by_nobody(case: RunCase) -> Claim | None:
 
 
 @cause
-def laid_out_wrongly(case: RunCase) -> Claim | None:
-    """A layer that runs along the batch, attention that sums along another dimension than it normalises, classes or
-    examples that a view has made, or a model that sees the tokens which it is to tell.
-
-    Likely: each may be meant, as where examples attend to one another.
-    """
-    finding = case.found(
-        "batch_as_time",
-        "attention_axis",
-        "classes_viewed",
-        "examples_viewed",
-        "targets_skip_a_token",
-        "sees_the_future",
-    )
-    if finding is None:
-        return None
-    certainty = "possible" if finding.rule == "targets_skip_a_token" else "likely"
-    return Claim(finding.rule, certainty, told_of(finding), (evidence_of(finding),), finding.since, finding.remedy,
-                 ("output_constant", "attention_collapse", "nothing_learned", "update_small", "sees_the_future",
-                  "learning_rate_too_high"))  # fmt: skip
-
-
-@cause
 def set_up_wrongly(case: RunCase) -> Claim | None:
     """Weight decay that outweighs what is learned, or batch norm over one or two examples, and what follows from it.
 

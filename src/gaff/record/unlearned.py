@@ -1,11 +1,11 @@
-"""Causes of a loss that stays where it was or never comes down: labels, unscaled targets, a schedule, overfitting."""
+"""Causes of a loss that stays where it was or never comes down: labels, layout, targets, a schedule, overfitting."""
 
 from __future__ import annotations
 
 import math
 
 from gaff.record.causes import Claim, cause
-from gaff.record.finding import evidence_of
+from gaff.record.finding import evidence_of, told_of
 from gaff.record.run_case import RunCase
 
 _EARLY = 50  # steps in which what targets do is seen
@@ -41,6 +41,29 @@ def nothing_learned(case: RunCase) -> Claim | None:
                  "compare a few inputs with their labels as they reach the loss, after loading and shuffling; gaff try "
                  "tells whether the input is used at all", (),
                  ("scramble", "blind", "one-batch", "lr=0.1x", "lr=10x"))  # fmt: skip
+
+
+@cause
+def laid_out_wrongly(case: RunCase) -> Claim | None:
+    """A layer that runs along the batch, attention that sums along another dimension than it normalises, classes or
+    examples that a view has made, or a model that sees the tokens which it is to tell.
+
+    Likely: each may be meant, as where examples attend to one another.
+    """
+    finding = case.found(
+        "batch_as_time",
+        "attention_axis",
+        "classes_viewed",
+        "examples_viewed",
+        "targets_skip_a_token",
+        "sees_the_future",
+    )
+    if finding is None:
+        return None
+    certainty = "possible" if finding.rule == "targets_skip_a_token" else "likely"
+    return Claim(finding.rule, certainty, told_of(finding), (evidence_of(finding),), finding.since, finding.remedy,
+                 ("output_constant", "attention_collapse", "nothing_learned", "update_small", "sees_the_future",
+                  "learning_rate_too_high"))  # fmt: skip
 
 
 @cause
