@@ -68,9 +68,8 @@ def claims(case: RunCase) -> list[Claim]:
     if _has_rates(case) and not case.has_zero_rate_in_part:
         case = case.without("lr_zero")
     written = case.found("written_back")
-    if (
-        written is not None and written.share <= 0.5 and _has_learned(case)
-    ):  # an inner loop, or slow weights (Lookahead)
+    is_partly = written is not None and written.share <= 0.5  # as in an inner loop, or of slow weights (Lookahead)
+    if is_partly and _has_learned(case):
         case = case.without("written_back")
     fallen = case.loss[1].last / case.loss[1].first if case.loss is not None and case.loss[1].first > 0 else 1.0
     for below, rules in _HARMLESS_BELOW:  # seen while it had not fallen yet

@@ -50,14 +50,8 @@ def laid_out_wrongly(case: RunCase) -> Claim | None:
 
     Likely: each may be meant, as where examples attend to one another.
     """
-    finding = case.found(
-        "batch_as_time",
-        "attention_axis",
-        "classes_viewed",
-        "examples_viewed",
-        "targets_skip_a_token",
-        "sees_the_future",
-    )
+    layouts = ("batch_as_time", "attention_axis", "classes_viewed", "examples_viewed")
+    finding = case.found(*layouts, "targets_skip_a_token", "sees_the_future")
     if finding is None:
         return None
     certainty = "possible" if finding.rule == "targets_skip_a_token" else "likely"

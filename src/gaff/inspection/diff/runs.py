@@ -321,9 +321,8 @@ def _batches(
          if one.get("phase") == "train" and isinstance(one.get("fingerprint"), (str, int))}
         for record in (a, b)
     ]  # fmt: skip
-    common = sorted(
-        step for step in prints[0].keys() & prints[1].keys() if type(prints[0][step]) is type(prints[1][step])
-    )  # what devices sum is told as a number
+    both = prints[0].keys() & prints[1].keys()
+    common = sorted(step for step in both if type(prints[0][step]) is type(prints[1][step]))  # a device's are numbers
     if not common:
         return []
     step = next((step for step in common if prints[0][step] != prints[1][step]), None)
