@@ -179,6 +179,24 @@ MASKS = {
 }
 
 
+class ByHand(nn.Module):
+    """The same by hand in two heads, with a dropout of the weights, whose random numbers tell sequences apart."""
+
+    def __init__(self, *, is_causal):
+        super().__init__()
+        self.embed, self.place, self.head = nn.Embedding(12, 16), nn.Embedding(9, 16), nn.Linear(16, 12)
+        self.query, self.is_causal = nn.Linear(16, 16), is_causal
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1]))
+        keys, queries = (one.unflatten(-1, (2, 8)).transpose(1, 2) for one in (x, self.query(x)))
+        scores = queries @ keys.transpose(-2, -1)
+        if self.is_causal:
+            scores = scores.masked_fill(torch.ones(9, 9).triu(1) == 1, -torch.inf)
+        seen = F.dropout(scores.softmax(-1), 0.1) @ keys
+        return self.head(x + seen.transpose(1, 2).flatten(2))
+
+
 def read(model, shift, **layout):
     optimizer = torch.optim.Adam(model.parameters(), 0.05)
     drawn = torch.Generator().manual_seed(1)
@@ -264,6 +282,33 @@ def test_targets_that_are_not_shifted_are_told_under_dropout(tmp_path, way):
             optimizer.zero_grad()
 
     assert ("targets_are_inputs" in told(tmp_path, train)[0]) is (way != "shifted")
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_by_hand_that_sees_the_next_token_is_told_also_beside_dropout(tmp_path, is_causal):
+    found, record = told(tmp_path, lambda: read(ByHand(is_causal=is_causal), 1))
+    assert ("sees_the_future" in found) == (not is_causal)
+    assert (record.verdict.name == "sees_the_future") == (not is_causal)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_targets_that_are_given_to_the_model_do_not_keep_its_sequences_from_being_compared(tmp_path, is_causal):
+    def train():
+        model = Summing(is_causal=is_causal)
+        model.forward = lambda tokens, targets: Summing.forward(model, tokens)
+        optimizer = torch.optim.Adam(model.parameters(), 0.05)
+        drawn = torch.Generator().manual_seed(1)
+        for _ in range(40):
+            tokens = (
+                torch.randint(0, 12, (24, 1), generator=drawn) + torch.arange(10) * torch.randint(1, 3, (24, 1))
+            ) % 12
+            logits = model(tokens[:, :9], tokens[:, 1:])
+            loss = getattr(F, "cross_entropy")(logits.flatten(0, 1), tokens[:, 1:].flatten())  # noqa: B009
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    assert ("sees_the_future" in told(tmp_path, train)[0]) == (not is_causal)
 
 
 def test_targets_that_are_not_shifted_are_told(tmp_path):

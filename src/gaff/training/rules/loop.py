@@ -160,11 +160,11 @@ def optimizer_made_anew(sample: Sample, past: Past) -> Iterator[Hit]:
 def targets_are_inputs(sample: Sample, past: Past) -> Iterator[Hit]:
     """All targets of a cross entropy are the tokens at their own places, a loss is below a tenth of its first, and what
     the model returns at a position depends on the token there, and on no later one, as in a model of next tokens. Where
-    that cannot be compared it is enough that all of torch's attention over them hides what comes next."""
+    that cannot be compared it is enough that all attention over them, torch's or by hand, hides what comes next."""
     found = sample.facts.get("tokens") or {}
     low = [name for name, value in sample.losses.items() if 0 <= value < 0.1 * past.losses.get(name, [0.0])[0]]
     is_copied = found and found["same"] == 1.0 and max(found["next"], found["next_row"]) < 0.9
-    if is_copied and low and (found["uses_own"] if found["is_causal"] else found["hides"]):
+    if is_copied and low and (found["uses_own"] if found["is_causal"] else _attends(sample, "hides")):
         yield Hit(("", ""), loss=sample.losses[low[0]])
 
 
@@ -199,7 +199,7 @@ def targets_skip_a_token(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def sees_the_future(sample: Sample, past: Past) -> Iterator[Hit]:
     """All targets are the next tokens of the input, the first ones too (a prefix may be seen as a whole), and
-    either every call of torch's attention over as many positions lets each one see the next, or outputs at the
+    either all attention over as many positions, torch's or by hand, lets each one see the next, or outputs at the
     first position differ (by a twentieth of the largest output) of two sequences that begin alike and go on
     otherwise, at the first step already, and in a run that draws no random numbers and is given tokens alone.
     Likely: a model that is to give back what it has read sees it on purpose."""
@@ -210,9 +210,18 @@ def sees_the_future(sample: Sample, past: Past) -> Iterator[Hit]:
     if found["leaks" + row] and past.has_leaked:
         yield Hit(("", ""), "sequences that begin with the same token, and go on with another, differ in what the model"
                   " returns at their first position: it sees the tokens that it is to tell")  # fmt: skip
-    elif found["sees" + row] and not found["is_causal" + row]:
-        yield Hit(("", ""), "torch's attention lets each position see the next one: the model sees the tokens that it "
-                  "is to tell")  # fmt: skip
+    elif _attends(sample, "sees", row) and not found["is_causal" + row]:
+        yield Hit(
+            ("", ""), "attention lets each position see the next one: the model sees the tokens that it is to tell"
+        )
+
+
+def _attends(sample: Sample, how: str, row: str = "") -> bool:
+    """Whether all attention over the tokens ``sees`` the next one everywhere, or ``hides`` it; False without any."""
+    found, by_hand = sample.facts["tokens"], sample.facts.get("by_hand", {})
+    told = [by_hand[length][how] for length in found["lengths" + row] if length in by_hand]
+    told += [found[how + row]] if found[how + row] is not None else []
+    return bool(told) and all(told)
 
 
 @rule(

@@ -28,6 +28,7 @@ _LENGTH = 128  # losses that a spike is compared with, as in OLMo-core's SkipSte
 _LEAST = 32
 _FEW, _FAR = 3, 100  # losses before an early spike, and how many times the largest of them it is
 _DEVIATIONS = 6.0
+_BY_HAND = "by_hand"  # what attention by hand sees, by its length
 _EARLY = 32  # backward passes in which attention by hand is looked for: how it is written stays
 _OF_VALUE = ("classes", "mean_of", "scores", "summed", "bounded")  # facts of what a loss is given, and what it may be
 _EUCLIDEAN = 2.0
@@ -190,6 +191,11 @@ class Losses:
             found["held"] = name
         if self.count <= _EARLY:
             found |= mistaken(tensor)
+            before = self.facts.get(_BY_HAND, {})
+            for length, told in found.get(_BY_HAND, {}).items():
+                known = before.get(length, told)
+                found[_BY_HAND][length] = {how: one & known[how] for how, one in told.items()}
+            found[_BY_HAND] = {**before, **found.get(_BY_HAND, {})}
         if self._graphs.are_inside(tensor if named is None else named):
             found["holds"] = name
         if teaches_targets(tensor):
@@ -242,7 +248,7 @@ class Losses:
         self._now, self.partial = {}, dict.fromkeys(self.partial, 0)
         self._graphs.step_ends()
         self.unclipped = self._scaler = None
-        self.facts.clear()
+        self.facts = {_BY_HAND: self.facts[_BY_HAND]} if _BY_HAND in self.facts else {}  # how it is written stays
         self.steep = []
 
     def _name(self, loss: Tensor | None, at: int, whose: str) -> str:

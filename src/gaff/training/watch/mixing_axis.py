@@ -1,21 +1,25 @@
 """Dimensions that were taken for one another, read from the autograd graph.
 
 Attention by hand whose softmax runs along another dimension than the one over which its result is summed: a matrix
-product that takes what a softmax has made of scores, which are a product of two others, queries and keys. And classes
-that a view has made of positions, and examples that it has made of one another.
+product that takes what a softmax has made of scores, which are a product of two others, queries and keys. What such
+attention sees of what comes next. And classes that a view has made of positions, and examples of one another.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from gaff.compat.autograd import nodes_behind, nodes_of
+from gaff.compat import elements
+from gaff.compat.autograd import kept_by, nodes_behind, nodes_of
 
 _MOST_NODES = 2000  # behind a loss
+_LEAST = 4  # positions that attention is over
 _DEPTH = 10  # nodes between a product and the softmax, and between that and its scores
 _PRODUCTS = {"BmmBackward": ("self", "mat2"), "MmBackward": ("self", "mat2")}
 _RESHAPED = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "UnsqueezeBackward")
@@ -32,23 +36,48 @@ def mistaken(loss: Tensor) -> dict[str, Any]:
 
     - ``mixing``: of the first attention whose weights do not add up to one over what they are summed over the ``shape``
       of what its softmax returned, along which ``dim`` that ran, and the one ``over`` which it is summed
+    - ``by_hand``: of all other attention by hand, by how many positions it is over, whether in every example each of
+      them ``sees`` the next one, and whether attention ``hides`` that from all
     - ``viewed``: of the first cross entropy whose classes a view has made of something else the shape that was
       ``given``, and the ``shape`` that it was viewed as
     - ``viewed_batches``: the same of up to four views whose rows may be made of several examples
     """
     nodes = [(node, _name(node)) for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES)]
-    told = {"mixing": _wrong_axis(nodes), "viewed": _viewed_classes(nodes), "viewed_batches": _viewed_batches(nodes)}
+    softmaxes = [one for node, name in nodes for one in _softmaxes_behind(node, name)]
+    told = {"mixing": _wrong_axis(softmaxes), "by_hand": _seen(softmaxes), "viewed": _viewed_classes(nodes),
+            "viewed_batches": _viewed_batches(nodes)}  # fmt: skip
     return {name: found for name, found in told.items() if found}
 
 
-def _wrong_axis(nodes: Nodes) -> dict[str, Any] | None:
-    for node, name in nodes:
-        if name in _PRODUCTS:
-            for operand, axis in ((0, -1), (1, -2)):
-                found = _softmax_behind(node, operand, axis)
-                if found is not None:
-                    return found
+def _softmaxes_behind(node: Any, name: str) -> Iterator[tuple[Any, int]]:
+    """The softmax nodes of attention by hand that a product takes, and the dimension over which it sums of each."""
+    for operand, axis in ((0, -1), (1, -2)) if name in _PRODUCTS else ():
+        found = _softmax_behind(node, operand, axis)
+        if found is not None and _is_of_scores(found[0]):
+            yield found
+
+
+def _wrong_axis(softmaxes: Iterable[tuple[Any, int]]) -> dict[str, Any] | None:
+    for node, axis in softmaxes:
+        shape, dim = _shape(node), _dim(node)
+        if dim != axis == len(shape) - 1 and shape[dim] > 1 and shape[axis] > 1:
+            return {"shape": list(shape), "dim": dim, "over": axis}
     return None
+
+
+def _seen(softmaxes: Iterable[tuple[Any, int]]) -> dict[int, dict[str, Tensor]]:
+    found: dict[int, dict[str, Tensor]] = {}
+    for node, axis in softmaxes:
+        shape = _shape(node)
+        if _dim(node) == axis == len(shape) - 1 > 1 and shape[-2] == shape[-1] >= _LEAST:
+            weights = kept_by(node, "result")
+            if weights is not None and elements.is_plain(weights):
+                with torch.no_grad():
+                    after = weights.diagonal(1, -2, -1)
+                    told = {"sees": (after > 0).all(), "hides": (after == 0).all()}
+                    known = found.get(shape[-1], told)
+                    found[shape[-1]] = {name: one & known[name] for name, one in told.items()}
+    return found
 
 
 def _viewed_classes(nodes: Nodes) -> dict[str, Any] | None:
@@ -90,8 +119,8 @@ def _viewed_batches(nodes: Nodes) -> list[dict[str, Any]]:
     return found[:4]
 
 
-def _softmax_behind(product: Any, operand: int, axis: int) -> dict[str, Any] | None:
-    """What is told of the softmax that an operand of a product comes from, if it runs along another dimension."""
+def _softmax_behind(product: Any, operand: int, axis: int) -> tuple[Any, int] | None:
+    """The softmax that an operand of a product comes from, and where a dimension of the operand is in it, if known."""
     node = product.next_functions[operand][0]
     for _ in range(_DEPTH):
         if node is None:
@@ -100,10 +129,7 @@ def _softmax_behind(product: Any, operand: int, axis: int) -> dict[str, Any] | N
         name = _name(node)
         axis %= len(shape) or 1
         if name == "SoftmaxBackward":
-            dim = node._saved_dim
-            dim = (dim - (1 << 64) if dim >> 63 else dim) % len(shape)
-            is_wrong = dim != axis == len(shape) - 1 and shape[dim] > 1 and shape[axis] > 1 and _is_of_scores(node)
-            return {"shape": list(shape), "dim": dim, "over": axis} if is_wrong else None
+            return node, axis
         inner = _inner(node)
         if inner is None:
             return None
@@ -168,6 +194,10 @@ def _name(node: Any) -> str:
 
 def _shape(node: Any) -> tuple[int, ...]:
     return tuple(int(one) for one in node._input_metadata[0].shape)
+
+
+def _dim(softmax: Any) -> int:
+    return _signed(softmax._saved_dim) % len(_shape(softmax))
 
 
 def _signed(number: int) -> int:

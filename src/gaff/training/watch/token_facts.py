@@ -7,6 +7,8 @@ batch that begin with the same token and go on with another must have the same o
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import torch
@@ -119,31 +121,34 @@ class TokenFacts:
             "next_row": 0.0,
             "begins": True,
             **self._targets,
-            "hides": self._along(1, self._hides),
+            "hides": self._over(self._lengths(1), self._hides),
             "shape": [] if self._tokens is None else list(self._tokens.shape),
         }
         for along, end in ((1, ""), (0, "_row")):
-            told["sees" + end] = self._along(along, self._sees)
+            told["lengths" + end] = lengths = self._lengths(along)
+            told["sees" + end] = self._over(lengths, self._sees)
             found = self._compared.get(along, {})
             told |= {name + end: found.get(name, False) for name in ("leaks", "is_causal", "uses_own")}
         return {"tokens": told}
 
-    def _along(self, along: int, known: dict[int, Any]) -> Any:
-        """Whether all attention over as many positions as there are tokens lets each see the next one, or hides it.
+    def _lengths(self, along: int) -> tuple[int, ...]:
+        """Over how many positions attention is that is taken for one over the tokens; a model may drop its last one.
 
-        Not where other sequences are as long: attention between the two looks the same.
+        None where other sequences are as long: attention between the two looks the same.
         """
         if self._tokens is None:
-            return False
+            return ()
         size = self._tokens.shape[along]
         others = [one.shape[along] for one in self._given if one.shape != self._tokens.shape]
-        near = 0 if others else 1  # a model may drop its last token by itself
-        found = [told for length, told in known.items() if abs(length - size) <= near]
-        if not found or size in others:
-            return False
-        for one in found[1:]:
-            found[0] = found[0] & one
-        return found[0]
+        if not others:
+            return size - 1, size, size + 1
+        return () if size in others else (size,)
+
+    @staticmethod
+    def _over(lengths: tuple[int, ...], known: dict[int, Any]) -> Any:
+        """What holds of all attention over so many positions; None where there was none."""
+        found = [known[length] for length in lengths if length in known]
+        return functools.reduce(operator.and_, found) if found else None
 
 
 def _random_state(device: torch.device) -> list[Tensor] | None:
@@ -169,7 +174,8 @@ def _are_tokens(tensor: Tensor) -> bool:
 
 
 def _says_nothing(other: Tensor, tokens: Tensor) -> Any:
-    """Whether another argument tells sequences apart no further: positions, a mask of ones, labels; may be a tensor."""
+    """Whether another argument tells sequences apart no further: positions, a mask of ones, labels, the next tokens,
+    which are what must not be seen; may be a tensor."""
     if other.is_floating_point() or other.is_complex() or type(other) is not Tensor or not elements.is_readable(other):
         return False
     if other.dim() == 2 and other.shape[1] == 1 and len(other) == len(tokens):
@@ -178,7 +184,8 @@ def _says_nothing(other: Tensor, tokens: Tensor) -> Any:
         return other.dim() != 1 or len(other) != len(tokens)
     if other.shape != tokens.shape or other.device != tokens.device:
         return False
-    return ((other == 1) | (other == tokens) | (other < 0)).all()
+    is_next = (_share(other[:, :-1], tokens[:, 1:]) == 1) | (_share(other[:-1], tokens[1:]) == 1)
+    return ((other == 1) | (other == tokens) | (other < 0)).all() | is_next
 
 
 def _share(told: Tensor, tokens: Tensor) -> Tensor:
