@@ -211,7 +211,8 @@ def learning_rate_is_gone(case: RunCase) -> Claim | None:
            f"a hundredth of that by step {gone[0]}"  # fmt: skip
     return Claim("learning_rate_is_gone", "certain" if is_certain else "likely" if is_harmed else "possible",
                  "the learning rate is next to nothing for most of the run", (told,), gone[0],
-                 "step the scheduler once an epoch, or count its steps in batches",
+                 "step the scheduler once an epoch, or count its steps in batches; a ReduceLROnPlateau of a loss wants "
+                 "mode='min'",
                  ("never_updated", "lr_zero", "update_small", "learning_rate_too_low"))  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from gaff.record.sample import Sample
 from gaff.training.rules.registry import LEAST_TARGETS, Hit, Past, rule
 
 _PAIRWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_ALL = 0.95  # of the weight of all labels, for one class
+_FITS, _UNEVEN = 0.8, 0.3  # a correlation; a standard deviation of logarithms: of two, one comes 1.8 times as often
 _WITH_TARGETS = ("cross_entropy", "nll_loss", *_PAIRWISE)
 
 
@@ -47,6 +49,33 @@ def loss_sign(sample: Sample, past: Past) -> Iterator[Hit]:
             f"the loss {found['loss']!r} is the negative of {found['of']}: training makes the model worse",
             loss=sample.losses[found["loss"]],
         )
+
+
+@rule(
+    "class_weights",
+    severity="warning",
+    means="weights of classes make the loss more one-sided than the labels are",
+    cause="weights that are how often a class comes, in the place of one over that; a weight that is far too large",
+    remedy="weight = labels.bincount().sum() / (classes * labels.bincount()), and "
+    "pos_weight = how many are negative / how many are positive",
+    least=3,
+    share=0.9,
+    hides=("loss_spike",),
+)
+def class_weights(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Of the labels that came so far, each counted by its class's weight, 95 % are of one class, which at most half of
+    them are of. Or weights grow with how often their classes come (the slope of one logarithm over the other is at
+    least a half, their correlation 0.8), where classes come unevenly. Classes of weight 0 are left out. Possible: a
+    loss may be meant to care for one class alone."""
+    for one in sample.facts.get("targets", ()):
+        found = one.get("weighed", {})
+        if found and found["share"] >= _ALL and found["own"] <= 0.5:
+            told = f"class {int(found['heaviest'])} has {found['share']:.1%} of the weight of all labels, and is " \
+                   f"{found['own']:.1%} of them"  # fmt: skip
+            yield Hit(("", ""), f"{told}: the loss hears of nothing else", share=found["share"], labels=found["own"])
+        elif found and found["slope"] >= 0.5 and found["fit"] >= _FITS and found["spread"] >= _UNEVEN:
+            told = "the weights of a loss grow with how often their classes come"
+            yield Hit(("", ""), f"{told}: rare classes count for even less than they are", slope=found["slope"])
 
 
 @rule(

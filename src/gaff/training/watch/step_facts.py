@@ -21,6 +21,7 @@ from gaff.address.resolve import iter_modules, join, unwrap
 from gaff.compat import distributed, elements, flat_shards, libraries
 from gaff.compat.modes import frames_from
 from gaff.record.sample import Key, Parameter, address_of
+from gaff.training.watch.class_weights import weighed
 from gaff.training.watch.models import Models
 from gaff.training.watch.ownership import owned_by
 from gaff.training.watch.recorder import bytes_of
@@ -124,8 +125,14 @@ def target_of(
         seen[name, classes[0]] = pooled
         told["is_uneven"] = known.get("weight") is not None or bool(known.get("label_smoothing"))
         told["entropy"] = _guess(pooled, known.get("weight"), known.get("label_smoothing", 0.0))
+        told["weighed"] = weighed(pooled, known.get("weight"))
         if classes[0] <= _MOST_CLASSES:
             told["labels"] = counts
+    each = known.get("pos_weight")
+    if isinstance(each, Tensor) and each.numel() == 1:
+        counts = torch.stack([(plain == value).sum() for value in (0, 1)]).float() + seen.get((name, 2), 0.0)
+        seen[name, 2] = counts
+        told["weighed"] = weighed(counts, torch.stack([torch.ones_like(each), each]).flatten())
     is_even = known.get("weight") is None  # each target counts alike
     if name in _GUESSES and is_even and plain.is_floating_point() and plain.dim() and plain.shape[0] >= _LEAST_ROWS:
         told["spread"] = _GUESSES[name](plain.float(), known)
