@@ -53,7 +53,9 @@ def of_two(pos_weight):
         (over_classes([0.0, 1.0, 3.0]), 3, ""),
         (of_two(9.0), 1, ""),
         (of_two(1.0), 1, ""),
-        (of_two([0.11, 0.11]), 2, ""),
+        (of_two([0.11, 0.11]), 2, "the weights of a loss grow with how often their classes come"),
+        (of_two([9.0, 9.0]), 2, ""),
+        (of_two([0.11, 9.0]), 2, ""),
     ],
 )
 def test_weights_that_are_turned_around_or_far_too_large_are_told(tmp_path, loss_of, outputs, told):

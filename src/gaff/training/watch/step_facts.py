@@ -99,7 +99,7 @@ def target_of(
 ) -> dict[str, Any]:
     """What a loss function was given, for the rules: shapes, least and largest target as tensors on its device.
 
-    ``seen``: by function and number of classes how often each class has come in all looks; this batch is added.
+    ``seen``: by function and number of counts how often each class has come in all looks; this batch is added.
     ``known``: arguments of the call by name, of which weights, the label that is left out and smoothing are read.
     """
     plain = target.detach()
@@ -120,23 +120,29 @@ def target_of(
     classes = shape[1:2] or shape  # of [batch, classes, ...], or of [classes] alone
     if name in OVER_CLASSES and not plain.is_floating_point() and plain.numel() > 1 and classes:
         counts = _counts(plain.flatten(), classes[0], known.get("ignore_index", -100))
-        before = seen.get((name, classes[0]))
-        pooled = counts if before is None or before.device != counts.device else before + counts
-        seen[name, classes[0]] = pooled
+        pooled = _pooled(seen, name, counts)
         told["is_uneven"] = known.get("weight") is not None or bool(known.get("label_smoothing"))
         told["entropy"] = _guess(pooled, known.get("weight"), known.get("label_smoothing", 0.0))
         told["weighed"] = weighed(pooled, known.get("weight"))
         if classes[0] <= _MOST_CLASSES:
             told["labels"] = counts
     each = known.get("pos_weight")
-    if isinstance(each, Tensor) and each.numel() == 1:
-        counts = torch.stack([(plain == value).sum() for value in (0, 1)]).float() + seen.get((name, 2), 0.0)
-        seen[name, 2] = counts
-        told["weighed"] = weighed(counts, torch.stack([torch.ones_like(each), each]).flatten())
+    if isinstance(each, Tensor) and (each.numel() == 1 or each.shape == plain.shape[-1:]):
+        columns = plain.reshape(-1, each.numel())
+        pooled = _pooled(seen, name, torch.stack([(columns == value).sum(0) for value in (0, 1)]).float())
+        told["weighed"] = weighed(pooled, torch.stack([torch.ones_like(each), each]))
     is_even = known.get("weight") is None  # each target counts alike
     if name in _GUESSES and is_even and plain.is_floating_point() and plain.dim() and plain.shape[0] >= _LEAST_ROWS:
         told["spread"] = _GUESSES[name](plain.float(), known)
     return told
+
+
+def _pooled(seen: dict[tuple[str, int], Tensor], name: str, counts: Tensor) -> Tensor:
+    """``counts`` of a batch, and of those before that were counted on that device in as many numbers."""
+    before = seen.get((name, counts.numel()))
+    pooled = counts if before is None or before.device != counts.device else before + counts
+    seen[name, counts.numel()] = pooled
+    return pooled
 
 
 def _are_probabilities(targets: Tensor) -> Tensor:
