@@ -16,6 +16,7 @@ from gaff.training.rules.steps import has_fallen, ratios_of_updates
 
 _HALF = ("bfloat16", "float16")
 
+_NEWEST, _BEGAN, _SEVERAL = 0.9, 0.3, 30  # shares of running statistics; batches
 _FEW_VALUES = 64  # of a channel: their mean is off by an eighth of their spread
 _TINY = 1e-3  # what gradients are clipped to by value, where that is next to nothing
 _USUAL_DECAY, _USUAL_ADAMW = 1e-3, 0.1  # weight decays that people train with; chosen
@@ -355,6 +356,35 @@ def batch_norm_of_few(sample: Sample, past: Past) -> Iterator[Hit]:
         is_dense = made is not None and batch and made.count / batch >= _FEW_VALUES
         if batch in (1, 2) and not (is_dense and least >= _FEW_VALUES):
             yield Hit((model, ""), batch_size=batch)
+
+
+@rule(
+    "batch_norm_momentum",
+    severity="warning",
+    means="what BatchNorm normalises by in evaluation is not what it has seen in training",
+    cause="a momentum of BatchNorm that was meant another way round: torch's is the weight of the newest batch; or one "
+    "that is too small for so few batches",
+    remedy="the default momentum=0.1; what other libraries call 0.99 is 0.01 here; momentum=None averages over all",
+    phase="eval",
+    least=2,
+    share=0.5,
+    hides=("eval_drift",),
+)
+def batch_norm_momentum(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A BatchNorm in evaluation mode whose momentum is 0.9 or more, so that its running statistics are about those of
+    the last batch; or of whose running statistics 30 % or more, after 30 batches or more, are the 0 and 1 that they
+    began with, (1 - momentum) to the power of the batches. Not where a variance is smaller than that allows, as of one
+    that was loaded."""
+    for model, norms in sample.facts.get("running", {}).items():
+        for path, momentum, batches, variance in norms:
+            began = (1 - momentum) ** batches if 0 < momentum <= 1 else 0.0
+            told = f"a BatchNorm of momentum {momentum:g} has seen {int(batches)} batches in training"
+            if momentum >= _NEWEST and batches >= _SEVERAL:
+                told = f"{told}, and normalises by {momentum:.0%} of the last one in evaluation"
+                yield Hit((model, path), told, momentum=momentum)
+            elif began >= _BEGAN and batches >= _SEVERAL and variance >= 0.99 * began:
+                told = f"{told}: {began:.0%} of its running statistics are still the 0 and 1 that they began with"
+                yield Hit((model, path), told, momentum=momentum)
 
 
 def _value_of_all(sample: Sample, limit: float) -> float:

@@ -233,6 +233,7 @@ class Looks:
             # a rollout or teacher in each step is no evaluation; a dropout that is a function is heard
             if known.in_training_mode >= 10 or (is_wrong and min(since, step) >= _OFTEN):
                 sampled.facts["train_mode"] = [model.name] if step_facts.has_modes(module) else []
+            sampled.facts["running"] = {model.name: step_facts.running_statistics(module)}
             sampled.root_given(model.name, self._models.path_of(module), *given)
             self._calls.switch(is_on=True)
             self._heard.run_begins(sampled, is_training=module.training)
