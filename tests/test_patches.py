@@ -467,3 +467,30 @@ def test_a_source_that_lies_in_the_callers_memory_is_as_it_was_when_it_passed():
     expected = model[2](x.clone())
     with gaff.edit(model, {"2:input": edits.patch(source="0")}):
         assert torch.equal(model(x), expected)
+
+
+def test_a_patch_of_somebody_else_around_a_checkpoint_acts_and_stays(monkeypatch):
+    from torch.utils.checkpoint import _CheckpointFrame as Frame
+
+    called, plain = [], Frame.__init__
+
+    def theirs(self, *args, **kwargs):
+        called.append(1)
+        plain(self, *args, **kwargs)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return checkpoint(self.lin, x, use_reentrant=False)
+
+    model, x = Net(), torch.ones(1, 2, requires_grad=True)
+    with gaff.edit(model, {"lin.weight:param": edits.scale(2.0)}):
+        model(x).sum().backward()
+    monkeypatch.setattr(Frame, "__init__", theirs)
+    with gaff.edit(model, {"lin.weight:param": edits.scale(2.0)}):
+        model(x).sum().backward()
+    assert called == [1]
+    assert Frame.__init__ is theirs

@@ -149,3 +149,15 @@ def test_a_module_that_was_added_since_is_found_by_a_pattern():
     with got:
         model(torch.ones(1, 2))
     assert len(got.all("**<Tanh>")) == 2
+
+
+def test_what_was_refused_at_the_first_opening_is_refused_with_the_same_words_at_the_second():
+    model = nn.Sequential(nn.Linear(2, 2, device="meta"))
+    edited = gaff.edit(model, {"0.weight:param": gaff.edits.scale(2.0)})
+    told = []
+    for _ in range(2):
+        with pytest.raises(gaff.PlanError, match="lies on the meta device") as caught:
+            edited.__enter__()
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+    assert "never opened" in str(edited.receipt)

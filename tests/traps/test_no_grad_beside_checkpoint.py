@@ -53,3 +53,30 @@ def test_calls_that_wait_are_forgotten_with_their_graph():
         assert max(len(node.exit.replay._waiting) for node in nodes if node.exit.acts) < 10
         stream = next(iter(got._by_object.values()))
         assert len(stream.records) == 1
+
+
+def test_of_many_calls_with_two_graphs_each_is_told_of_once():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                return self.lin(x)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=True)
+
+    model, x = Outer(), torch.randn(2, 3, requires_grad=True)
+    with gaff.capture(model, "inner.lin:grad_output") as got:
+        for _ in range(300):
+            model(x).sum().backward()
+    told = got.all("inner.lin:grad_output")
+    assert len(told) == 300
+    assert all(one is not None for one in told)

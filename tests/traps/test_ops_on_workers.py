@@ -22,6 +22,21 @@ def by_thread_pool(work):
         return pool.apply_async(work).get()
 
 
+def by_map(work):
+    with ThreadPool(1) as pool:
+        return pool.map(lambda _: work(), [0])[0]
+
+
+def by_imap(work):
+    with ThreadPool(1) as pool:
+        return next(pool.imap(lambda _: work(), [0]))
+
+
+def by_keyword(work):
+    with ThreadPool(1) as pool:
+        return pool.apply_async(func=work).get()
+
+
 def by_thread(work):
     found = []
 
@@ -48,7 +63,7 @@ class OnTwoThreads(nn.Module):
         return x * 5 + self.run(lambda: self.lin(x) * 3)
 
 
-@pytest.fixture(params=[by_pool, by_thread_pool, by_thread])
+@pytest.fixture(params=[by_pool, by_thread_pool, by_map, by_imap, by_keyword, by_thread])
 def model(request):
     return OnTwoThreads(request.param)
 

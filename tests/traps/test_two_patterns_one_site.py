@@ -38,3 +38,15 @@ def test_two_reductions_are_refused():
     with pytest.raises(gaff.PlanError, match="a: '\\*' and 'a' both name it, with different reductions"):
         gaff.capture(Skips(), {"*": gaff.keep.mean()}, "a")
     gaff.capture(Skips(), {"*": gaff.keep.mean()}, {"a": gaff.keep.mean()})
+
+
+@pytest.mark.parametrize("first", ["/relu*:grad_output", "/relu#0:grad_output"])
+def test_gradient_edits_of_two_patterns_at_one_op_act_in_the_order_given(first):
+    class Net(nn.Module):
+        def forward(self, x):
+            return torch.relu(x) * 2
+
+    model, x = Net(), torch.ones(2, requires_grad=True)
+    with gaff.edit(model, {first: gaff.edits.scale(10.0), "/rel*:grad_output": lambda t: t + 1}):
+        model(x).sum().backward()
+    assert x.grad.tolist() == [21.0, 21.0]

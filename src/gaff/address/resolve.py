@@ -189,7 +189,12 @@ def identity(module: nn.Module, name: str, site: Site) -> tuple[object, ...]:
     ``module`` and ``name`` are those of a ``Found``. Made of object identities: valid as long as the model lives.
     """
     owned = module._buffers if site.port == "buffer" else module._parameters
-    return id(owned.get(name) if name else module), site.port, site.key, site.call, site.op, site.op_index
+    return within(id(owned.get(name) if name else module), site)
+
+
+def within(owner: object, site: Site) -> tuple[object, ...]:
+    """The same for a known ``owner``, by which another site of one module begins, too."""
+    return owner, site.port, site.key, site.call, site.op, site.op_index
 
 
 def first_name(model: nn.Module, path: str) -> str:

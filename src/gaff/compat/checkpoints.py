@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from gaff.compat.autograd import is_grad_enabled, is_outside_functions
 from gaff.compat.modes import frames_from, outside_modes
+from gaff.compat.replacements import Replacements
 
 # Raised where a checkpoint's recomputation saves the last tensor that it is asked for: in whatever op that is.
 StopRecomputation: type[Exception] = checkpoint_module._StopRecomputationError
@@ -128,39 +129,45 @@ def follow_regions(wrap: Wrap, known: WeakSet[Any] | None = None) -> Callable[[]
     threads, and non-reentrant ones alone: what others save is what they recompute. While somebody follows, a method of
     each of torch's two classes is another.
     """
-    if not _FOLLOWERS:
-        _FRAME.__init__ = _begin_frame
-        _FUNCTION.forward = staticmethod(_forward)
     key = object()
+    _following.__enter__()
     _FOLLOWERS[key] = get_ident() if known is None else known, wrap
 
     def end() -> None:
-        if _FOLLOWERS.pop(key, None) is not None and not _FOLLOWERS:
-            _FRAME.__init__ = _PLAIN_BEGIN
-            _FUNCTION.forward = staticmethod(_PLAIN_FORWARD)
+        if _FOLLOWERS.pop(key, None) is not None:
+            _following.__exit__()
 
     return end
 
 
 _FRAME: Any = checkpoint_module._CheckpointFrame
 _FUNCTION: Any = checkpoint_module.CheckpointFunction
-_PLAIN_BEGIN: Callable[..., None] = _FRAME.__init__
-_PLAIN_FORWARD: Callable[..., Any] = _FUNCTION.forward
 
 
-@wraps(_PLAIN_BEGIN)
-def _begin_frame(frame: Any, *args: Any, **kwargs: Any) -> None:
-    """Stands as the ``__init__`` of a non-reentrant checkpoint's frame while somebody follows."""
-    _PLAIN_BEGIN(frame, *args, **kwargs)
-    _follow(frame)
+def _beginning(plain: Callable[..., None]) -> Callable[..., None]:
+    """The ``__init__`` of a non-reentrant checkpoint's frame while somebody follows."""
+
+    @wraps(plain)
+    def begin(frame: Any, *args: Any, **kwargs: Any) -> None:
+        plain(frame, *args, **kwargs)
+        _follow(frame)
+
+    return begin
 
 
-@wraps(_PLAIN_FORWARD)
-def _forward(node: Any, *args: Any) -> Any:
-    """Stands as the ``forward`` of a reentrant checkpoint while somebody follows."""
-    outputs = _PLAIN_FORWARD(node, *args)
-    _follow(node)
-    return outputs
+def _running(plain: Callable[..., Any]) -> Any:
+    """The ``forward`` of a reentrant checkpoint while somebody follows."""
+
+    @wraps(plain)
+    def forward(node: Any, *args: Any) -> Any:
+        outputs = plain(node, *args)
+        _follow(node)
+        return outputs
+
+    return staticmethod(forward)
+
+
+_following = Replacements((_FRAME, "__init__", _beginning), (_FUNCTION, "forward", _running))
 
 
 def _follow(region: Any) -> None:

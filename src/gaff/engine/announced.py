@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from gaff.compat import checkpoints, compiler
-from gaff.engine.replacements import Held, Replacements
+from gaff.compat.replacements import Held, Replacements
 
 
 class Announced(Held):

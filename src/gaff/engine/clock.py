@@ -283,9 +283,10 @@ class Clock:
         """
         run = self.open.get(get_ident())
         if run is not None and end_call(run.frames, owner) and not run.frames:
-            del self.open[run.thread]
+            is_open = self.open.pop(run.thread, None) is run  # not once another thread has closed the session
             run.outermost = None
-            self.end(run, output)
+            if is_open:
+                self.end(run, output)
 
     def fail(self, error: Exception) -> None:
         """Note in the run in progress on this thread that something was raised in it which is for the user."""
@@ -355,7 +356,7 @@ class Clock:
     def close(self) -> None:
         """Begin no run any more, and drop those in progress without calling ``at_end``."""
         self.closed = True
-        for frame in [frame for run in self.open.values() for frame in run.frames]:
+        for frame in [frame for run in list(self.open.values()) for frame in list(run.frames)]:
             for callback in frame.at_leave:
                 callback()
         self.open.clear()

@@ -20,10 +20,10 @@ from gaff.address.nested import iter_tensors
 from gaff.compat import checkpoints
 from gaff.compat.compiler import as_before, has_asked_to_compile, is_loaded, stance
 from gaff.compat.modes import dispatch_modes, plainly
+from gaff.compat.replacements import Held, Replacements
 from gaff.engine.announced import compiled_calls, recomputations
 from gaff.engine.flops import FlopCount
 from gaff.engine.process.alone import Unanswered
-from gaff.engine.replacements import Held, Replacements
 from gaff.errors import PlanError
 
 EAGER = "compiled code ran eagerly while the session was open (torch.compiler.set_stance('force_eager'))"

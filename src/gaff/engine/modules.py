@@ -206,8 +206,9 @@ def left(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         for tap in side.taps:
             tap(output, run, call)
         if side.acts:
-            if side.direct is not None and type(output) is Tensor and node.mark is None and _is_once(run):
-                new = side.direct(output)
+            direct = side.direct  # read once: another thread may close the session
+            if direct is not None and type(output) is Tensor and node.mark is None and _is_once(run):
+                new = direct(output)
                 if new is not None:
                     return new
             output = side.cross(output, Arguments(args, kwargs), run, call)

@@ -49,10 +49,11 @@ class Node:
             yield from (node.entry, node.exit)
 
     def note(self, key: object, value: Any) -> Frame:
-        """Put a value down for the innermost call in progress, for its second half; there must be one."""
-        frame: Any = self.frame()
+        """Put a value down for the innermost call in progress, for its second half. There is one, unless another thread
+        has closed the session meanwhile: then it is put down for nobody."""
+        frame = self.frame() or Frame(self)
         frame.notes[key] = value
-        return frame  # type: ignore[no-any-return]
+        return frame
 
     def frame(self) -> Frame | None:
         """The innermost call in progress on this thread, in a run or in a recomputation; None of what is not seen."""

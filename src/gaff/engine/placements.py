@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gaff.compat import distributed
 from gaff.compat.modes import nearest_call
 from gaff.compat.placements import BY_HAND, PARTS, Placement, placement_of
-from gaff.engine.replacements import Replacements
+from gaff.compat.replacements import Replacements
 
 
 def _noting(to_local: Any) -> Any:

@@ -195,10 +195,10 @@ class Session:
                 self._handles = None
 
     def _prepare(self) -> Wiring:
-        """Make the clock and the wiring; at another opening look around again and let the clock begin anew."""
+        """Make the wiring and the clock (``was_opened``); later look around again and let the clock begin anew."""
         if not self.was_opened:
-            self.clock = Clock(self._around.memory if self._around is not None else frozenset(), self.threads)
-            self._wiring = Wiring(self._model, self._taps, self._tensors, self.clock, self.notes)
+            clock = Clock(self._around.memory if self._around is not None else frozenset(), self.threads)
+            self._wiring, self.clock = Wiring(self._model, self._taps, self._tensors, clock, self.notes), clock
         elif self._model is not None:
             self._around = self._around.renewed(self._model) if self._around else surroundings.look(self._model)
             self.notes.clear()

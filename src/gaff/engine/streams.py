@@ -70,7 +70,7 @@ class EditStream(Stream, Protocol):
     and ``is_spread`` are read by ``compiled``, which makes the edit itself, in a compiled graph.
     """
 
-    place: object  # equal for edits at one site: they act in the order given
+    place: tuple[object, ...]  # equal for edits at one site: they act in the order given
     switch: Any
     edit: Any
     check_finite: bool

@@ -104,15 +104,17 @@ class Wiring:
     def let_go(self, staying: set[Node]) -> None:
         """The session closes: tell the streams what a backward pass left out. ``staying``: nodes with hooks left."""
         drop(self.scopes)
-        for scope in self.scopes:
-            scope.settle()
-        for node in self.nodes.values() if self.has_arms or self.has_edits else ():
-            node.give_up(is_final=True)
-            if node not in staying:
-                node.drop()
-        for leaf in self.leaves:
-            leaf.close()
-        self.gradients.close()
+        try:
+            for scope in self.scopes:
+                scope.settle()
+            for node in self.nodes.values() if self.has_arms or self.has_edits else ():
+                node.give_up(is_final=True)
+                if node not in staying:
+                    node.drop()
+            for leaf in self.leaves:
+                leaf.close()
+        finally:
+            self.gradients.close()
         self.nodes.clear()  # what the taps hold is freed with them, without waiting for a collector
         self.leaves.clear()
         self.swaps.clear()

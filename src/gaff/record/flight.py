@@ -107,7 +107,7 @@ class RingWriter:
     def leave(self, text: str) -> None:
         """Write why the log beside this file is not written any further: here is room, also where the disk is full."""
         told = text.encode("utf-8", "replace")[: _LAST - 1]
-        self._memory[_BEGIN - _LAST : _BEGIN - _LAST + len(told)] = told
+        self._memory[_BEGIN - _LAST : _BEGIN] = told.ljust(_LAST, b"\0")  # over a longer one before, too
 
     def close(self) -> None:
         """Give the memory back; the file stays."""

@@ -168,9 +168,9 @@ class LogReader:
                 self.damaged += 1
                 at = following
                 continue
-            yield frame
             at = after
-            self._at = begin + after
+            self._at = begin + after  # before it is handed out: whoever stops there has had it
+            yield frame
 
 
 def _read(data: bytes, at: int) -> tuple[LogFrame | None, int]:

@@ -29,11 +29,11 @@ from gaff.engine.taps import Tap, TensorTap
 from gaff.errors import NeverFiredError, PlanError, SiteError
 from gaff.sessions.budget import Ledger
 from gaff.sessions.exact import Keeper
-from gaff.sessions.kept_site import NO_BACKWARD, NOT_CALLED, KeptSite
+from gaff.sessions.kept_site import KeptSite
 from gaff.sessions.plan import Plan
 from gaff.sessions.readable import Captured
 from gaff.sessions.reading import Reading, Streams, sites_meant
-from gaff.sessions.receipt import Receipt, rows_of
+from gaff.sessions.receipt import NO_BACKWARD, NOT_CALLED, Receipt, rows_of
 from gaff.sessions.whereabouts import Whereabouts
 from gaff.views.text import counted
 

@@ -277,7 +277,7 @@ class Editing(Unopened):
                          if at not in told and not isinstance(one.target, Tensor)]  # fmt: skip
         return taps
 
-    def _make_stream(self, pattern: str, site: Site, place: object, edit: Any, **told: Any) -> EditedSite:
+    def _make_stream(self, pattern: str, site: Site, place: tuple[object, ...], edit: Any, **told: Any) -> EditedSite:
         """A stream that belongs to this session from now on; ``told`` is for ``EditedSite``."""
         stream = EditedSite(pattern, site, place, edit, self._family, self._family.number(site, place), **told)
         self._streams.append(stream)
@@ -286,7 +286,7 @@ class Editing(Unopened):
     def _make_tensor_tap(self, request: Any) -> TensorTap:
         """The stream that edits the gradient of a plain tensor; edits of one tensor are at the same place."""
         site = Site(str(request), port="grad")
-        stream = self._make_stream(str(request), site, id(request.target), request.edit)
+        stream = self._make_stream(str(request), site, (id(request.target),), request.edit)
         return TensorTap(str(request), request.target, stream, is_edit=True)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gaff.address.grammar import GRADIENT_PORTS, Site
 from gaff.address.nested import first_tensor
+from gaff.address.resolve import within
 from gaff.compat import checkpoints, elements, memory
 from gaff.edits.event import Edit, Event, uses_event
 from gaff.edits.places import Skip, When, holds
@@ -26,10 +27,8 @@ from gaff.engine.streams import Stream
 from gaff.errors import ExactnessError, GaffError, PlanError
 from gaff.sessions.checked_edit import CheckedEdit, need_mixable
 from gaff.sessions.edit_size import EditSize
-from gaff.sessions.receipt import ReceiptRow, merge_reasons
+from gaff.sessions.receipt import NO_BACKWARD, NOT_CALLED, ReceiptRow, merge_reasons
 
-NOT_CALLED = "it was not called, or did not return"
-NO_BACKWARD = "no gradient came by while the session was open"
 _MEASURED_FIRST = 16  # events that are measured one by one; later ones at powers of two, so that long runs pay nothing
 
 
@@ -125,7 +124,7 @@ class EditedSite(Stream):
     """
 
     def __init__(
-        self, pattern: str, site: Site, place: object, edit: Edit, family: Family, number: int = 0,
+        self, pattern: str, site: Site, place: tuple[object, ...], edit: Edit, family: Family, number: int = 0,
         *, told: Site | None = None, name: str = "",
     ) -> None:  # fmt: skip
         """``told``: where captures tell the value, of a standard name that is edited elsewhere; edits are told that.
@@ -230,7 +229,8 @@ class EditedSite(Stream):
 
         ``known`` is that of another pattern for the same op; it edits, too, so it is not taken instead.
         """
-        new = EditedSite(self.pattern, site, (self.place, site), self.edit, self.family, self.family.number(site, None))
+        place = within(self.place[0], site)
+        new = EditedSite(self.pattern, site, place, self.edit, self.family, self.family.number(site, None))
         new.switch = self.switch
         self.spawned.append(new)
         self.family.streams.append(new)

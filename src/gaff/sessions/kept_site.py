@@ -29,13 +29,11 @@ from gaff.errors import GaffError, PlanError, note
 from gaff.keep import in_graph, is_pure
 from gaff.sessions.budget import Ledger
 from gaff.sessions.exact import Keeper, Moment, Refused, size_of
-from gaff.sessions.receipt import ReceiptRow, merge_reasons
+from gaff.sessions.receipt import NO_BACKWARD, NOT_CALLED, ReceiptRow, merge_reasons
 
 REPLACED = "the module was replaced while the session was open: what is at this address now was not seen"
 ENDLESS = "the tensor is a wrapper that lies inside itself, of which torch can read nothing"
-NOT_CALLED = "it was not called, or did not return"
 NO_GRAPH = "kept without its autograd graph: grad mode was off there, as in the first pass of a reentrant checkpoint"
-NO_BACKWARD = "no backward pass reached it"
 
 
 _NO_NAMES: tuple[str, ...] = ()

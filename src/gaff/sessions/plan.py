@@ -60,14 +60,14 @@ class Plan:
         ``options``: ``check_finite`` and ``threads``. Raises SiteError for an address that cannot be read, PlanError
         for what is no edit.
         """
+        unknown = [name for name in options if name not in ("check_finite", "threads")]
+        if unknown:
+            raise PlanError(f"option {unknown[0]!r} is not known to an edit: expected check_finite or threads")
         if isinstance(changes, Plan):
             return changes._with(read_options(dict(options)))
         if not isinstance(changes, Mapping) or not changes:
             what = "are none" if isinstance(changes, Mapping) else "are no dict"
             raise PlanError(f"edits {changes!r:.60} {what}: expected {{'layer3': gaff.edits.scale(0.5)}}")
-        unknown = [name for name in options if name not in ("check_finite", "threads")]
-        if unknown:
-            raise PlanError(f"option {unknown[0]!r} is not known to an edit: expected check_finite or threads")
         requests = []
         for pattern, edit in changes.items():
             asked = [Request(pattern)] if isinstance(pattern, Tensor) else requests_of([pattern])

@@ -14,6 +14,8 @@ from typing import Any
 from gaff.views.notebook import Shown, cell, table_html
 from gaff.views.text import counted, table
 
+NOT_CALLED = "it was not called, or did not return"
+NO_BACKWARD = "no backward pass reached it"
 _RIGHT = ("hits", "changed", "rows", "delta")
 CHANGING: weakref.WeakSet[Any] = weakref.WeakSet()  # limits on gradients, and sessions of edits, opened in this process
 

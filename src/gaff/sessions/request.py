@@ -173,7 +173,7 @@ def parse_bytes(size: int | str) -> int:
     text = size.strip().upper()
     for unit, factor in units.items():
         number = text.removesuffix(unit).strip()
-        if text.endswith(unit) and number.replace(".", "", 1).isdigit() and float(number) > 0:
+        if text.endswith(unit) and number.replace(".", "", 1).isdecimal() and float(number) > 0:
             return int(float(number) * factor)
     raise PlanError(f"budget={size!r} is no size: expected bytes as a number, or text such as '500MB' or '4GiB'")
 

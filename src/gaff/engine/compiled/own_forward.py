@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from gaff.compat import compiler
+from gaff.compat.replacements import Held
 from gaff.engine.forwards import Level
-from gaff.engine.replacements import Held
 
 kept_buffers = Held(compiler.without_donated_buffers)  # where hooks are compiled, or they could forbid retain_graph
 

@@ -146,7 +146,8 @@ def _why_full(model: nn.Module, taps: Sequence[Any]) -> str:
         _PATTERNS.clear()
         _MADE.clear()
     most = most_variants()
-    for code, patterns in _patterns(model, taps).items():
+    wanted = _patterns(model, taps)
+    for code, patterns in wanted.items():
         known = _PATTERNS.get(code, set())
         is_full = len(known | patterns) > most or (_MADE[code] >= most and not patterns <= known)
         if is_full:
@@ -155,7 +156,8 @@ def _why_full(model: nn.Module, taps: Sequence[Any]) -> str:
                 f"{name} in code that is compiled, here or elsewhere in this process, have been looked at or edited in "
                 f"{counted(len(known), 'other way')}, and each compiles such code once more: {most} at the most"
             )
-        _PATTERNS[code] = known | patterns
+    for code, patterns in wanted.items():
+        _PATTERNS[code] = _PATTERNS.get(code, set()) | patterns
     return ""
 
 

@@ -32,6 +32,10 @@ class Passes(Protocol):
     def seen(self, run: Run) -> None:
         """Note that a gradient of ``run`` has come by in the current backward pass."""
 
+    def why_untold(self, gradient: Tensor) -> str:
+        """Why a gradient that has come cannot be told, whichever tensor it is of; empty if it can."""
+        ...
+
     def heard(self, run: Run) -> None:
         """Note that ``run`` has had a gradient, which does not tell that the pass is its own."""
 
@@ -154,8 +158,8 @@ class ArmedView(Armed):
                 gradients.seen(self.run)
             elif not self.met.is_brought(self, gradients):
                 return None
-            if not self.is_whole:
-                self.refuse(STALE)
+            if reason := gradients.why_untold(total) or ("" if self.is_whole else STALE):
+                self.refuse(reason)
                 return None
             changed = self.deliver(total.reshape(self._shape))
             return None if changed is None else changed.reshape(total.shape)

@@ -18,9 +18,9 @@ from torch.autograd.graph import Node as GraphNode
 
 from gaff.compat import autograd
 from gaff.compat.compiler import leave_once_loaded, uncompiled
+from gaff.compat.replacements import Replacements
 from gaff.engine.gradients.reach import NEVER, Edge, Feeding, find_feeding
 from gaff.engine.process.stack_room import passed_over
-from gaff.engine.replacements import Replacements
 
 
 class Follower(Protocol):

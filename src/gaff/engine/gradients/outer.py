@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from gaff.address.grammar import Key
 from gaff.address.nested import Arguments, children, dig, map_tensors, put
 from gaff.compat import autograd, distributed
+from gaff.compat.replacements import Replacements
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients import tensor_hooks
 from gaff.engine.gradients.ports import GradientArm
-from gaff.engine.replacements import Replacements
 from gaff.errors import PlanError
 
 ASIDE = (

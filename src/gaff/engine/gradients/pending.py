@@ -212,6 +212,13 @@ class Gradients:
                 del self._tasks[min(self._tasks)]  # the oldest, which has long ended
             self._tasks.setdefault(task, {})[run] = None
 
+    def why_untold(self, gradient: Tensor) -> str:
+        """Why a gradient that has come cannot be told, whichever tensor it is of; empty if it can.
+
+        Wrappers of a batched backward pass mean nothing outside of it.
+        """
+        return BATCHED if is_wrapper(gradient) else EDGE if self.has_edges and is_at_edge() else ""
+
     def heard(self, run: Run) -> None:
         """Note that ``run`` has had a gradient. A leaf that it met may get one in a pass of another run."""
         run.has_backward = self.has_backward = True
@@ -264,10 +271,10 @@ class Gradients:
         gone = set(map(id, dead))
         for armed in dead:
             armed.remove()  # from what outlives the graph
+        self._settle(dead)  # a call of which one hook has heard is told of, whichever of its hooks are gone
         self._armed = [armed for armed in self._armed if id(armed) not in gone]
         self._prune_at = 2 * len(self._armed) + 256
         self.met.prune()
-        self._settle(dead)
 
     def _settle(self, waiting: list[Armed]) -> None:
         """Tell the streams of hooks that never fired why: no gradient came, or none that can be told.
@@ -314,25 +321,21 @@ _UNHEARD = _Unheard()
 
 
 def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor | None) -> Any:
-    """The tensor hook: a gradient for ``armed``; returns what an edit puts in its place, else None.
-
-    Wrappers of a batched backward pass are refused: they mean nothing outside of it.
-    """
+    """The tensor hook: a gradient for ``armed``; returns what an edit puts in its place, else None."""
     if not gradients.is_open or gradient is None:  # a custom Function hands None to what it does not need
         return None
     if armed.met is None:  # an older tensor does not tell by itself whose pass it is
         armed.run.has_backward = True
         if gradients.asks_for_runs:
             gradients.seen(armed.run)
-    if is_wrapper(gradient):
-        armed.refuse(BATCHED)
-    elif gradients.has_edges and is_at_edge():
-        armed.refuse(EDGE)
-    elif armed.is_plain and armed.met is None:
+    if is_wrapper(gradient) or gradients.has_edges:
+        reason = gradients.why_untold(gradient)
+        if reason:
+            armed.refuse(reason)
+            return None
+    if armed.is_plain and armed.met is None:
         return armed.deliver(gradient)
-    else:
-        return armed.receive(gradients, gradient)
-    return None
+    return armed.receive(gradients, gradient)
 
 
 def _mark_arrived(gradients: Gradients, mark: Armed, is_passed_on: bool, gradient: Tensor | None) -> None:

@@ -158,7 +158,7 @@ class Scope:
         where = f"the own forward of {self.path or 'the model'} <{type(self.owner.module).__name__}>"
         ran = ", ".join(self._numbered(name) for name in sorted(self.ran)) or "none"
         for want in self.wants:
-            rows = [row for row in self.rows.values() if want in row.wants]
+            rows = [row for row in list(self.rows.values()) if want in row.wants]  # a thread may go on adding
             if not any(len(row.nodes) > (want.site.op_index or 0) for row in rows):
                 want.stream.skip(f"there is no such op in {where}, which ran {ran}{self._hint(want.site)}")
 

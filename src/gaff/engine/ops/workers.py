@@ -20,10 +20,10 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from gaff.compat.modes import nearest_call
+from gaff.compat.replacements import Replacements
 from gaff.engine.ops.calls import CallShare
 from gaff.engine.ops.mode import parts_of
 from gaff.engine.ops.names import NAMES, name_of
-from gaff.engine.replacements import Replacements
 from gaff.errors import PlanError
 
 ON_A_WORKER = "a forward runs ops on another thread, where they are no sites"
@@ -93,14 +93,22 @@ def _start(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _submit(submit: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a pool that is given a function first, or as ``func``."""
+
     @wraps(submit)
-    def submitted(pool: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return submit(pool, _watched(function, sys._getframe(1)), *args, **kwargs)
+    def submitted(pool: Any, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (_watched(args[0], sys._getframe(1)), *args[1:])
+        elif "func" in kwargs:
+            kwargs["func"] = _watched(kwargs["func"], sys._getframe(1))
+        return submit(pool, *args, **kwargs)
 
     return submitted
 
 
-# While open: what is given to threads is looked at.
+# While open: what is given to threads is looked at. All maps of a ThreadPool that make a list go by one method.
 worker_watch = Replacements(
-    (threading.Thread, "start", _start), (ThreadPoolExecutor, "submit", _submit), (ThreadPool, "apply_async", _submit)
+    (threading.Thread, "start", _start),
+    (ThreadPoolExecutor, "submit", _submit),
+    *((ThreadPool, name, _submit) for name in ("apply_async", "_map_async", "imap", "imap_unordered")),
 )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gaff.address.nested import map_tensors
 from gaff.compat import memory
-from gaff.engine.replacements import Replacements
+from gaff.compat.replacements import Replacements
 
 _BY_TENSOR: dict[int, Standing] = {}  # by identity of a parameter, or of what stands in for it; only while it does
 

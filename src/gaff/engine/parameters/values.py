@@ -19,7 +19,7 @@ from gaff.engine.streams import Stream
 from gaff.errors import PlanError
 
 OFFLOADED = "it lies on the meta device between calls (offloaded), and nothing tells its value"
-NOT_CALLED = "its module was not called itself; read when the one around it was"
+READ_AROUND = "its module was not called itself; read when the one around it was"
 
 
 class StateValue:
@@ -80,7 +80,7 @@ class StateValue:
         The stream is told that, too.
         """
         if self not in run.once and self._index >= 0 and run.entered[self._index]:
-            self._stream.skip(NOT_CALLED)
+            self._stream.skip(READ_AROUND)
             self._tell(run, self._near.get(run, self._found.tensor))
         self._near.pop(run, None)
 

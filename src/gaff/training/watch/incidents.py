@@ -259,7 +259,8 @@ def _copy(model: nn.Module) -> nn.Module:
         raise RuntimeError("fully_shard has its weights in parts, and torch copies no such model")
     copied: nn.Module = replicas.unreplicated(copy.deepcopy(model))
     for module in copied.modules():
-        for table in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+        for table in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
+                      module._backward_pre_hooks):  # fmt: skip
             for key, hook in list(table.items()):
                 if not getattr(type(hook), "__module__", "").startswith("torch."):
                     del table[key]

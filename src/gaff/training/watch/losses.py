@@ -296,33 +296,20 @@ class Losses:
         if is_above and not past.is_above:
             self._rises()
         past.is_above = is_above
-        past.add(value)
+        past.values.append(value)
         return found
 
 
 class PastLosses:
-    """The last 128 values of one loss, with their sums kept up, so that a step costs the same however many there are.
+    """The last 128 values of one loss, and the first.
 
-    Sums are of differences to the first value, which keeps the rounding of a variance small where values are large.
+    Sums are made anew each time: what is kept up would keep the rounding of a jump, long after that.
     """
 
     def __init__(self, first: float) -> None:
         self.first = first
-        self.values: deque[float] = deque()
-        self._sum = 0.0  # of differences to the first
-        self._squares = 0.0
+        self.values: deque[float] = deque(maxlen=_LENGTH)
         self.is_above = False  # the newest value is three deviations above the mean of those before
-
-    def add(self, value: float) -> None:
-        """Take in a new value; the one before the last 128 is forgotten, and taken out of the sums."""
-        self.values.append(value)
-        difference = value - self.first
-        self._sum += difference
-        self._squares += difference * difference
-        if len(self.values) > _LENGTH:
-            difference = self.values.popleft() - self.first
-            self._sum -= difference
-            self._squares -= difference * difference
 
     def is_restless(self, value: float) -> bool:
         """Whether such a value is within five deviations of the latest 32, by their logarithms.
@@ -338,8 +325,9 @@ class PastLosses:
 
     def moments(self) -> tuple[float, float]:
         """Mean and standard deviation (of the population) of the values held; there must be one at least."""
-        offset = self._sum / len(self.values)
-        return self.first + offset, math.sqrt(max(0.0, self._squares / len(self.values) - offset * offset))
+        count = len(self.values)
+        mean = sum(self.values) / count
+        return mean, math.sqrt(sum([(value - mean) ** 2 for value in self.values]) / count)
 
 
 def _hypot(one: Any, other: Any) -> Any:

@@ -93,13 +93,13 @@ class BatchSaver:
         """
         if (step, why) in self._written or len(self._written) >= _MOST:
             return None
-        self._written.add((step, why))
         tensors: dict[str, Tensor] = {}
         structure = _packed((list(batch.args), batch.kwargs), "input", tensors, self.notes)
         for at, state in enumerate(batch.random):
             tensors[f"random.{at}"] = state
-        weights = {key: one for key, one in model.state_dict().items() if isinstance(one, Tensor)}
-        buffers = {key: one for key, one in model.named_buffers() if key not in weights}
+        # by identity: tied weights are one tensor, and are one again when they are read
+        weights = {key: one for key, one in model.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
+        buffers = {key: one for key, one in model.named_buffers(remove_duplicate=False) if key not in weights}
         aliases = {**_put(weights, "weights", tensors), **_put(buffers, "buffers", tensors)}
         told = {
             "step": step, "why": why, "model": name, "class": type(model).__name__, "structure": structure,
@@ -113,6 +113,7 @@ class BatchSaver:
         path = self._folder / f"{step:08d}-{why}.safetensors"
         plain = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
         save_file(plain, str(path), metadata={"gaff": json.dumps({**told, "aliases": aliases})})
+        self._written.add((step, why))
         return path
 
 
