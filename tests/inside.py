@@ -36,6 +36,7 @@ COMPILED = {
     "test_calls_whose_outputs_are_alike_are_told_apart_by_their_arguments": _BY_FUNCTION,
     "test_values_that_are_computed_back_count_as_the_same": _BY_FUNCTION,
     "test_a_session_that_is_closed_before_backward_still_refuses_what_it_cannot_repeat": _BY_FUNCTION,
+    "test_of_a_view_that_was_changed_in_place_it_goes_through_too": "torch batches no backward of compiled code",
     "test_graphs_of_functorch_are_refused": "torch tells errors while tracing",
     "test_a_function_mode_of_the_program_sees_and_changes_what_the_program_does": "torch compiles no function mode of others",
     "test_a_closed_session_leaves_no_hook_and_no_attribute": "compiling leaves an attribute of torch's own",

@@ -256,6 +256,9 @@ def test_a_massive_activation_is_a_fact():
     sample = Sample(1, "train", 0.0)
     sample.rows["net", "h.0"] = Numbers(row)
     assert not list(large.massive_activation(sample, Past()))
+    row[3], row[4] = -3.4e38, 5000.0  # a mask
+    sample.rows["net", "h.0"] = Numbers(row)
+    assert not list(large.massive_activation(sample, Past()))
     assert Numbers([0.0] * WIDTH).median_magnitude == 0.0
 
 

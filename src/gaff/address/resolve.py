@@ -205,6 +205,11 @@ def first_name(model: nn.Module, path: str) -> str:
     return next(name for name, module, _ in iter_modules(model) if module is found[0])
 
 
+def owner_path(site: Site, name: str) -> str:
+    """The path of the module at a site; of a parameter or buffer (``name``) that of the module that owns it."""
+    return site.path.removesuffix(name).removesuffix(".") if name else site.path
+
+
 def is_there(found: Found) -> bool:
     """Whether the module that was found is still the one at its place, and all those around it are, too.
 
@@ -228,7 +233,7 @@ def place_of(found: Found) -> tuple[dict[str, nn.Module | None], str, nn.Module 
     The children are the parent's own dictionary: by one look-up in it a caller sees later whether the module has been
     replaced. Not for the root, which hangs nowhere.
     """
-    path = found.site.path.rpartition(".")[0] if found.name else found.site.path
+    path = owner_path(found.site, found.name)
     inside, name = found.chain[-1]._modules, path.rpartition(".")[2]
     return inside, name, inside.get(name)
 
@@ -325,13 +330,14 @@ def _descend(model: nn.Module, path: str) -> tuple[nn.Module, tuple[nn.Module, .
 
 def _find_state(model: nn.Module, site: Site) -> Found:
     """The parameter or buffer of an exact address. Raises SiteError where its module has none of that name."""
-    owner_path, _, name = site.path.rpartition(".")
-    found = _descend(model, owner_path)
     kind = "buffer" if site.port == "buffer" else "parameter"
-    if found is not None:
-        owned = found[0]._buffers if kind == "buffer" else found[0]._parameters
-        if owned.get(name) is not None:
-            return Found(site, found[0], found[1], name)
+    parts = site.path.split(".")
+    for at in range(len(parts) - 1, -1, -1):  # a name may hold dots, as in tables of parameters
+        found, name = _descend(model, ".".join(parts[:at])), ".".join(parts[at:])
+        if found is not None:
+            owned = found[0]._buffers if kind == "buffer" else found[0]._parameters
+            if owned.get(name) is not None:
+                return Found(site, found[0], found[1], name)
     raise SiteError(_no_state(model, site, kind))
 
 

@@ -400,10 +400,10 @@ def places_of(model: Any) -> dict[str, str]:
     So are the parameters which DistributedDataParallel was told to ignore: each process has its own.
     """
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    found = {
-        name: f"rank {place()[0]}" for name, _ in model.named_parameters(remove_duplicate=False) if name in ignored
-    }
-    for name, one in model.named_parameters(remove_duplicate=False):
+    # nn.Module's own: a model may have one of its name that takes no such argument
+    named: list[tuple[str, Any]] = list(torch.nn.Module.named_parameters(model, remove_duplicate=False))
+    found = {name: f"rank {place()[0]}" for name, _ in named if name in ignored}
+    for name, one in named:
         if is_spread(one):
             where = one.device_mesh.get_coordinate() or ()
             held = [at for at, place in zip(where, one.placements, strict=False) if not place.is_replicate()]

@@ -63,7 +63,7 @@ def place_of(model: nn.Module) -> dict[str, str]:
     sharded = {id(one): handle for handle in handles_of(model) for one in _held(handle)}
     return {
         name.replace("_fsdp_wrapped_module.", ""): f"{torch.distributed.get_rank(sharded[id(one)].process_group)}"
-        for name, one in model.named_parameters(remove_duplicate=False)
+        for name, one in nn.Module.named_parameters(model, remove_duplicate=False)
         if id(one) in sharded
     }
 

@@ -51,7 +51,21 @@ def kept_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
         yield
     finally:
         for one, gradient in before:
-            one.grad = gradient
+            put_gradient(one, gradient)
+
+
+def put_gradient(leaf: Tensor, gradient: Tensor | None) -> None:
+    """Let ``leaf`` have a gradient that it had before: torch refuses one of another dtype, as where its ``.data`` was
+    cast since, so it is given while the leaf holds nothing of its own."""
+    if gradient is None or gradient.dtype == leaf.dtype:
+        leaf.grad = gradient
+        return
+    held = leaf.data
+    leaf.data = gradient.new_empty(()).expand(leaf.shape)
+    try:
+        leaf.grad = gradient
+    finally:
+        leaf.data = held
 
 
 def others(roots: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from types import MethodType
 from typing import Any, cast
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gaff.compat.modes import call_frames
 
 Around = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-# What of gaff's stands on a module, the last on top.
-_LEVELS: WeakKeyDictionary[nn.Module, list[ref[Level]]] = WeakKeyDictionary()
+# By module, of which some have an == of their own: what of gaff's stands on it, the last on top.
+_LEVELS: MutableMapping[nn.Module, list[ref[Level]]] = WeakIdKeyDictionary()
 
 
 def users_forward(found: Any) -> Any:

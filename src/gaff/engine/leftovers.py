@@ -122,10 +122,14 @@ def take_off(
     try:
         while hooks:
             node, handles = hooks[-1]
-            if has_edits and node.repeats():
-                kept += [] if kept and kept[-1][0] is node else [(node, handles)]
-            elif not remove_all(handles):
-                stripped.add(id(node.module))
+            try:
+                if has_edits and node.repeats():
+                    kept += [] if kept and kept[-1][0] is node else [(node, handles)]
+                elif not remove_all(handles):
+                    stripped.add(id(node.module))
+            except Exception:
+                hooks.pop()  # it would fail again
+                raise
             hooks.pop()
     finally:
         if hooks:

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from gaff.address.grammar import WEIGHTS, Site, fits_op, parse_site
-from gaff.address.nested import shape_text
-from gaff.address.resolve import is_container, iter_modules, need_initialised, need_module
+from gaff.address.nested import iter_deep, shape_text
+from gaff.address.resolve import is_container, iter_modules, need_initialised, need_module, owner_path
 from gaff.errors import PlanError, SiteError
 from gaff.inspection.op_log import OpRow, list_ops
 from gaff.inspection.tracer import trace_run
@@ -128,11 +128,11 @@ def list_sites(model: nn.Module, what: Sequence[Any], inputs: dict[str, Any], *,
         listed: list[ModuleRow | OpRow] = []
         for item in found:
             site = item.found.site
-            inside = by_module.get(_module_path(site, item.found.name), [])
+            inside = by_module.get(owner_path(site, item.found.name), [])
             if site.op is not None:
                 listed += [row for row in inside if _names_op(site, row)]
             else:
-                listed += [_renamed(by_path[_module_path(site, item.found.name)], str(site)), *inside]
+                listed += [_renamed(by_path[owner_path(site, item.found.name)], str(site)), *inside]
         if not listed:
             raise SiteError(
                 f"no op that {', '.join(map(repr, patterns))} names ran; see gaff.sites(model, x, ops=True)"
@@ -171,16 +171,12 @@ def _split(what: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     patterns: list[Any] = []
     args: list[Any] = []
     for item in what:
-        is_pattern = isinstance(item, (str, Site, nn.Module)) or hasattr(item, "matches") or callable(item)
+        is_pattern = isinstance(item, (str, Site, nn.Module)) or hasattr(item, "matches")
+        is_pattern |= callable(item) and next(iter_deep(item), None) is None  # data may be callable, as graphs are
         (patterns if is_pattern else args).append(item)
     if patterns and args and isinstance(what[0], type(args[0])):
         raise SiteError("patterns come before example inputs: expected gaff.sites(model, '**<Conv2d>', x)")
     return patterns, args
-
-
-def _module_path(site: Site, name: str) -> str:
-    """The path of the module at a site; of a parameter or buffer (``name``) that of the module that owns it."""
-    return site.path.rpartition(".")[0] if name else site.path
 
 
 def _iter_rows(model: nn.Module) -> Iterator[ModuleRow]:

@@ -249,8 +249,11 @@ def _picture_op(log: CallLog, call: OpCall, output: Any) -> None:
 
 def _owner(modules: list[Any], path: str) -> tuple[nn.Module, tuple[nn.Module, ...], str]:
     """The module that a parameter belongs to, the modules that lead to it, and the parameter's name within it."""
-    owner_path, _, name = path.rpartition(".")
-    return next((module, chain, name) for found, module, chain in modules if found == owner_path)
+    for found, module, chain in modules:
+        name = path.removeprefix(f"{found}." if found else "")
+        if join(found, name) == path and module._parameters.get(name) is not None:  # a name may hold dots
+            return module, chain, name
+    raise AssertionError(f"no module owns {path}")
 
 
 def _iter_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gaff.compat.leaves import hooked, write_back
+from gaff.compat.leaves import hooked, put_gradient, write_back
 from gaff.compat.memory import version_of
 from gaff.engine.process.calls import unseen
 from gaff.inspection.sketches import digests_of_some
@@ -63,7 +63,7 @@ def untouched(model: nn.Module, inputs: Iterable[Tensor] = (), notes: list[str] 
         for generator, known in zip(generators, generator_states, strict=True):
             generator.set_state(known)
         for tensor, grad in zip(leaves, gradients, strict=True):
-            tensor.grad = grad
+            put_gradient(tensor, grad)
         for module, training in modes:
             module.training = training
         for saved in buffers:

@@ -7,7 +7,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -326,16 +326,17 @@ def arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[An
         return (batch, {}) if isinstance(batch, tuple) else ((), batch) if isinstance(batch, dict) else ((batch,), {})
     if isinstance(batch, (tuple, list)):
         batch = batch[0]
-    if hasattr(batch, "keys"):
-        return (), {str(name): batch[name] for name in batch.keys()}  # noqa: SIM118  # also tokenizers' batches
+    if isinstance(batch, Mapping):  # also tokenizers' batches; what merely has keys, as one of graphs, is one argument
+        return (), {str(name): batch[name] for name in batch.keys()}  # noqa: SIM118
     return (batch,), {}
 
 
 def _rows(address: str, value: Any, size: int | None) -> Tensor:
-    """A feature of one batch, if it has one row for each of its ``size`` examples. Raises SiteError otherwise."""
+    """A feature of one batch, if it has one row for each of its ``size`` examples, which None leaves open. Raises
+    SiteError otherwise."""
     if not isinstance(value, Tensor):
         raise SiteError(f"{address}: is a {type(value).__name__}: expected one tensor; add its key, such as [0]")
-    if value.dim() == 0 or value.shape[0] != size:
+    if value.dim() == 0 or (size is not None and value.shape[0] != size):
         raise SiteError(
             f"{address}: has shape {tuple(value.shape)}, and the batch {size} examples: it cannot be joined by rows; "
             "move the examples to the front with reduce=, or loop over the batches"

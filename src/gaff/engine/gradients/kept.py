@@ -97,7 +97,7 @@ def _own(module: nn.Module) -> list[Any]:
 def _inside(value: Any) -> Iterable[Any]:
     """What is held by an object, as far as code that has the object can come by it."""
     if isinstance(value, dict):
-        return [*_ends(value), *_ends(dict.values(value))]
+        return [*_ends(dict.keys(value)), *_ends(dict.values(value))]
     if isinstance(value, (list, tuple, deque)):
         return _ends(value)
     if isinstance(value, (set, frozenset)):
@@ -119,7 +119,15 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _ends(values: Any) -> list[Any]:
-    """The first of many values, and the last of them, which were added last."""
+    """The first of many values, and the last of them, which were added last.
+
+    Of lists and tuples by these classes' own ways: a subclass may have others.
+    """
+    kinds: tuple[Any, ...] = (list, tuple)
+    for kind in kinds:
+        if isinstance(values, kind):
+            last = kind.__getitem__(values, slice(-_SOME, None)) if kind.__len__(values) > _SOME else ()
+            return [*kind.__getitem__(values, slice(_SOME)), *last]
     return [*islice(values, _SOME), *(islice(reversed(values), _SOME) if len(values) > _SOME else ())]
 
 

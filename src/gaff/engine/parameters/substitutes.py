@@ -66,8 +66,9 @@ class Standing:
         held = [owner for owner in owners if any(value is original for value in owner._parameters.values())]
         self._owners = held or list(owners)  # one that shared it may have been given another since
         self._rows: list[_Row] = []
-        self._called: list[Tensor] = []  # what goes for a Parameter while it stands in
         self._waiting: list[_Wait] = []
+        # what has the parameter's attributes while it stands in, the names of those that it had, and what it was lent
+        self._lent: list[tuple[Tensor, set[str], dict[str, Any]]] = []
 
     @classmethod
     def of(cls, tensor: Tensor, owners: Sequence[nn.Module]) -> Standing:
@@ -80,12 +81,8 @@ class Standing:
         It is noted before anything is exchanged: what breaks off in the middle, as by Ctrl-C, is undone by ``remove``.
         """
         before = self.now
-        if isinstance(self.original, nn.Parameter) and not isinstance(new, nn.Parameter):
-            new._is_param = True  # what torch asks for where code asks for the class
-            # a copy of a module is one of its parameter: copy and pickle ask the object first
-            new.__deepcopy__ = partial(_by_itself, self.original, "__deepcopy__")  # type: ignore[method-assign]
-            new.__reduce_ex__ = partial(_by_itself, self.original, "__reduce_ex__")  # type: ignore[method-assign]
-            self._called.append(new)
+        if new is not self.original and not any(one is new for one, _, _ in self._lent):
+            self._lend(new)
         with torch._C.DisableTorchFunctionSubclass():  # no use of the parameter
             snapshot = None if memory.shares(new, self.original) else memory.snapshot(new)
             row = _Row(key, new, memory.version_of(new), task, snapshot)
@@ -162,13 +159,32 @@ class Standing:
         self._rows = rows
         if row.tensor is not self.original and not any(other.tensor is row.tensor for other in rows):
             _BY_TENSOR.pop(id(row.tensor), None)
-            if any(one is row.tensor for one in self._called):
-                for name in ("_is_param", "__deepcopy__", "__reduce_ex__"):
-                    vars(row.tensor).pop(name, None)
-                self._called = [one for one in self._called if one is not row.tensor]
+            self._take_back(row.tensor)
         if not rows:
             self._end()
         return was_there and not row.is_written
+
+    def _lend(self, new: Tensor) -> None:
+        """Let what stands in go for the parameter: it has the attributes that the program has given that one."""
+        own = vars(new)
+        lent = {name: value for name, value in vars(self.original).items() if name not in own}
+        if isinstance(self.original, nn.Parameter) and not isinstance(new, nn.Parameter):
+            lent["_is_param"] = True  # what torch asks for where code asks for the class
+            # a copy of a module is one of its parameter: copy and pickle ask the object first
+            lent |= {name: partial(_by_itself, self.original, name) for name in ("__deepcopy__", "__reduce_ex__")}
+        self._lent.append((new, set(own), lent))
+        own.update(lent)
+
+    def _take_back(self, new: Tensor) -> None:
+        """Take the attributes of the parameter from what has stood in; what the program has made of them is its own."""
+        for tensor, before, lent in self._lent:
+            if tensor is new:
+                own, theirs = vars(new), vars(self.original)
+                found = {name: own.pop(name) for name in set(own) - before}
+                theirs.update({name: value for name, value in found.items() if lent.get(name, self) is not value})
+                for name in set(lent) - set(found):
+                    theirs.pop(name, None)
+        self._lent = [row for row in self._lent if row[0] is not new]
 
     @property
     def now(self) -> Tensor:

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gaff.compat import distributed, elements, foreach, memory
 from gaff.compat.compiler import never_traced, uncompiled
+from gaff.compat.leaves import put_gradient
 from gaff.compat.modes import frames_from
 from gaff.engine.gradients.sharded import ShardedGradient
 from gaff.engine.gradients.tensor_hooks import on_gradient, take_turn
@@ -207,7 +208,7 @@ class StepGuard:
                 del self._optimizer.found_inf
         for parameter, gradient in self._dropped:
             if parameter.grad is None:  # else a new one has come, after an exception kept this from being called
-                parameter.grad = gradient
+                put_gradient(parameter, gradient)
         self._dropped.clear()
 
     def _enter(self) -> None:

@@ -13,6 +13,7 @@ from gaff.record.sample import Load, Sample
 from gaff.training.rules.registry import Hit, Past, rule
 from gaff.training.rules.steps import has_fallen
 
+_MASKED = 1e8  # scores that are hidden are -1e9, or the least number of the dtype
 _LEAST_LOADS = 8
 _LEAST_TOKENS = 64  # that each expert would have had in a balanced router, before it is called idle
 
@@ -126,9 +127,10 @@ def attention_logits(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.5,
 )
 def massive_activation(sample: Sample, past: Past) -> Iterator[Hit]:
-    """A magnitude above 100 and above 1,000 times the median one, in what a module returns (Sun et al., 2024)."""
+    """A magnitude above 100 and above 1,000 times the median one, in what a module returns (Sun et al., 2024). Not of
+    1e8 and more, which are scores that a mask has hidden."""
     for key, row in sample.port("output").items():
-        if row.largest > 100 and row.largest > 1000 * row.median_magnitude > 0:
+        if 100 < row.largest < _MASKED and row.largest > 1000 * row.median_magnitude > 0:
             yield Hit(key, largest=row.largest, median=row.median_magnitude)
 
 

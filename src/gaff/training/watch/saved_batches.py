@@ -99,7 +99,8 @@ class BatchSaver:
             tensors[f"random.{at}"] = state
         # by identity: tied weights are one tensor, and are one again when they are read
         weights = {key: one for key, one in model.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
-        buffers = {key: one for key, one in model.named_buffers(remove_duplicate=False) if key not in weights}
+        buffers = dict(nn.Module.named_buffers(model, remove_duplicate=False))
+        buffers = {key: one for key, one in buffers.items() if key not in weights}
         aliases = {**_put(weights, "weights", tensors), **_put(buffers, "buffers", tensors)}
         told = {
             "step": step, "why": why, "model": name, "class": type(model).__name__, "structure": structure,
