@@ -130,7 +130,7 @@ READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_
          "targets_no_probabilities", "written_back", "gradients_lost", "clipped_too_early",
          "loss_holds_the_last", "stepped_again", "stepped_while_scaled", "one_class",
          "kl_of_probabilities", "made_in_forward", "nothing_loaded", "loss_gives_nothing", "examples_alike",
-         "mask_inverted", "step_not_finite")  # fmt: skip
+         "mask_inverted", "step_not_finite", "targets_no_signs")  # fmt: skip
 
 # Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
 FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant", "one_batch")
@@ -275,6 +275,8 @@ def steps_too_large(case: RunCase) -> Claim | None:
     jump = case.jump
     harm = case.found("diverging", "exploding", "dead_units", "saturated", "no_signal", "output_constant")
     is_lost = jump is not None and not _has_learned(case, jump[1] / jump[2]) and _stays_up(case, *jump)
+    if any(one.rule in ("no_signal", "output_constant") and not one.since for one in case.findings):
+        return None  # no consequence of steps: it was there before the first one
     has_converged = case.loss is not None and case.loss[1].last < 0.1 * case.loss[1].start
     if rise is None and broken is None and (harm is None or has_converged) and not is_lost:
         return None  # large steps alone do no harm

@@ -139,16 +139,17 @@ class RunCase:
 
     @property
     def has_settled(self) -> bool:
-        """Whether the learning rate went to a hundredth once the loss had fallen to half, which has not fallen since.
+        """Whether the learning rate went to a hundredth once the loss had fallen to half, and hardly fell any more.
 
-        So does a schedule that waits for that.
+        So does a schedule that waits for that. It has not fallen since, nor by a third in the half of the time before.
         """
         if self.lr is None or not self.lr.values or self.loss is None or self.lr.last >= 0.01 * max(self.lr.values):
             return False
         highest, curve = max(self.lr.values), self.loss[1]
         fell = next(step for step, value in zip(self.lr.steps, self.lr.values, strict=True) if value < 0.5 * highest)
         then = curve.at(fell)
-        return then < 0.5 * curve.start and curve.last > then - max(2 * curve.spread, 0.1 * then)
+        was_flat = then > 2 / 3 * curve.at(fell // 2)
+        return was_flat and then < 0.5 * curve.start and curve.last > then - max(2 * curve.spread, 0.1 * then)
 
     @property
     def loss(self) -> tuple[str, Curve] | None:

@@ -8,7 +8,7 @@ code is compiled: it would be compiled with what stands there.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from threading import get_ident
 from typing import Any
@@ -22,9 +22,13 @@ from gaff.engine.process.stack_room import passed_over
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
           "binary_cross_entropy", "binary_cross_entropy_with_logits", "multi_margin_loss", "soft_margin_loss",
           "multilabel_margin_loss", "multilabel_soft_margin_loss", "poisson_nll_loss")  # fmt: skip
+# of two inputs and 1 or -1; hinge_embedding_loss and soft_margin_loss have one input
+PAIRS = ("cosine_embedding_loss", "margin_ranking_loss")
+SIGNED = (*PAIRS, "hinge_embedding_loss", "soft_margin_loss")
 ATTENTION = "scaled_dot_product_attention"
 _ON_BY_DEFAULT = ("dropout", "dropout1d", "dropout2d", "dropout3d", ATTENTION)  # where nothing says otherwise
 _ARGUMENTS = {ATTENTION: ("query", "key", "value", "attn_mask", "dropout_p")}
+_OF_PAIRS = ("input1", "input2", "target")
 _OF_LOSSES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 DROPOUTS = (*_ON_BY_DEFAULT, "alpha_dropout", "feature_alpha_dropout")
 
@@ -100,20 +104,25 @@ def _placed(name: str) -> tuple[Any, Any, list[FunctionCalls]]:
     return _PLACED[name]
 
 
-def loss_calls(told: Callable[[str, Any, Tensor, dict[str, Any]], Tensor]) -> FunctionCalls:
+def loss_calls(
+    told: Callable[[str, Any, Tensor, dict[str, Any]], Tensor], names: Iterable[str] = LOSSES
+) -> FunctionCalls:
     """Calls of torch's loss functions: ``told(name, input, target, known)`` returns what is to be given as the target.
 
     ``known``: the arguments of the call by name, as far as the names are those of a loss over classes.
     """
 
     def given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = {**dict(zip(_OF_LOSSES, args, strict=False)), **kwargs}
+        expected = _OF_PAIRS if name in PAIRS else _OF_LOSSES
+        at = expected.index("target")
+        known = {**dict(zip(expected, args, strict=False)), **kwargs}
         if not isinstance(known.get("target"), Tensor):
             return None
-        target = told(name, known.get("input"), known["target"], known)
-        return ((args[0], target, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "target": target})
+        target = told(name, known.get("input", known.get("input1")), known["target"], known)
+        is_by_place = len(args) > at
+        return ((*args[:at], target, *args[at + 1 :]), kwargs) if is_by_place else (args, {**kwargs, "target": target})
 
-    return FunctionCalls(LOSSES, given)
+    return FunctionCalls(tuple(names), given)
 
 
 def drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

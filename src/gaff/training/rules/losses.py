@@ -14,6 +14,7 @@ from gaff.record.sample import Sample
 from gaff.training.rules.registry import LEAST_TARGETS, Hit, Past, rule
 
 _PAIRWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_SOME = 0.2  # of the targets of a step
 _ALL = 0.95  # of the weight of all labels, for one class
 _FITS, _UNEVEN = 0.8, 0.3  # a correlation; a standard deviation of logarithms: of two, one comes 1.8 times as often
 _WITH_TARGETS = ("cross_entropy", "nll_loss", *_PAIRWISE)
@@ -306,6 +307,42 @@ def targets_no_probabilities(sample: Sample, past: Past) -> Iterator[Hit]:
     if found and not is_noise:
         yield Hit(("", ""), f"the loss {found['loss']!r} is a binary cross entropy, and its targets go from "
                   f"{found['low']:.4g} to {found['high']:.4g}", low=found["low"], high=found["high"])  # fmt: skip
+
+
+@rule(
+    "targets_no_signs",
+    severity="error",
+    means="a loss that wants targets of 1 and -1 is given 0 and 1: those of 0 count for nothing, or as another margin",
+    cause="labels of 0 and 1, as binary cross entropy has them",
+    remedy="give it 2 * y - 1 of labels of 0 and 1",
+    least=2,
+    share=0.2,
+)
+def targets_no_signs(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The least target of cosine_embedding_loss, margin_ranking_loss, hinge_embedding_loss or soft_margin_loss is 0.
+    Not where some are -1, beside which those of 0 may be left out on purpose. Certain."""
+    for one in sample.facts.get("targets", ()):
+        if one.get("wants_signs") and one["low"] == 0:
+            told = f"{one['function']} is given targets from 0 to {one['high']:.4g}, and wants 1 and -1"
+            yield Hit(("", ""), told, high=one["high"])
+
+
+@rule(
+    "targets_add_up",
+    severity="warning",
+    means="cross entropy is given probabilities that add up to more than one",
+    cause="rows with a 1 for each of several classes, or counts",
+    remedy="binary_cross_entropy_with_logits where several classes may be right at once; else divide each row by its "
+    "sum",
+    least=2,
+    share=0.5,
+)
+def targets_add_up(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A fifth of the targets of cross_entropy or more, given as a number for each class, none of them negative, add up
+    to more than 1.05. Possible: they may be weighed on purpose."""
+    for one in sample.facts.get("targets", ()):
+        if one.get("beyond", 0.0) >= _SOME:
+            yield Hit(("", ""), f"{one['beyond']:.0%} of the targets of cross_entropy add up to more than one")
 
 
 def _is_alone(sample: Sample) -> bool:

@@ -14,7 +14,16 @@ from torch.utils.data.distributed import DistributedSampler
 from gaff.address.resolve import join, unwrap
 from gaff.compat import elements
 from gaff.compat.compiler import has_asked_to_compile
-from gaff.engine.process.functions import ATTENTION, DROPOUTS, FunctionCalls, calling_module, drops, loss_calls
+from gaff.engine.process.functions import (
+    ATTENTION,
+    DROPOUTS,
+    LOSSES,
+    SIGNED,
+    FunctionCalls,
+    calling_module,
+    drops,
+    loss_calls,
+)
 from gaff.training.watch import step_facts
 from gaff.training.watch.batch_layout import BatchLayout
 from gaff.training.watch.models import Models
@@ -39,7 +48,7 @@ class SetupFacts:
         self._attended = attended
         heard = FunctionCalls((ATTENTION,), shield.around(self._attention_called), is_after=True)
         dropped = FunctionCalls(DROPOUTS, shield.around(self._dropped))
-        self._calls = loss_calls(self._loss_called), heard, dropped
+        self._calls = loss_calls(self._loss_called, {*LOSSES, *SIGNED}), heard, dropped
         self._shares: dict[tuple[str, str], float] = {}  # that dropouts set to zero, by model and path
         self._targets: list[dict[str, Any]] = []
         self._labels: dict[tuple[str, int], Tensor] = {}  # how often each class has come, by function and their number

@@ -20,6 +20,7 @@ from gaff.address.nested import flat_tensors, iter_tensors
 from gaff.address.resolve import iter_modules, join, unwrap
 from gaff.compat import distributed, elements, flat_shards, libraries
 from gaff.compat.modes import frames_from
+from gaff.engine.process.functions import SIGNED
 from gaff.record.sample import Key, Parameter, address_of
 from gaff.training.watch.class_weights import weighed
 from gaff.training.watch.models import Models
@@ -32,6 +33,7 @@ ERRORS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 _MOST_CLASSES = 64  # of which it is told how often each comes
 _LEAST_ROWS = 8  # of a batch of targets whose variance says something
+_BEYOND = 0.05  # by how much probabilities add up to more than one, beyond all rounding
 _NORMAL = 1e-2  # by how much a sum of probabilities may be off, by rounding
 _MOST_BYTES = 1 << 16  # of a tensor in a fingerprint
 _MIXED = 0x9E3779B97F4A7C15 >> 1  # 2 ** 63 over the golden ratio, by which neighbouring places have distant weights
@@ -110,6 +112,7 @@ def target_of(
         "output": shape,
         "shape": tuple(target.shape),
         "count": plain.numel(),
+        "wants_signs": name in SIGNED,
         "low": low,
         "high": high,
         "alike": not plain.dim() or (plain == plain[:1]).all(),
@@ -117,6 +120,8 @@ def target_of(
     if name == "kl_div" and isinstance(output, Tensor) and output.numel() and elements.is_plain(output):
         told["highest"] = output.detach().max()
         told["is_normal"] = plain.is_floating_point() and plain.dim() > 0 and _are_probabilities(plain)
+    if name == "cross_entropy" and plain.is_floating_point() and plain.dim():
+        told["beyond"] = (plain.sum(min(1, plain.dim() - 1)) > 1 + _BEYOND).float().mean() * (plain >= 0).all()
     classes = shape[1:2] or shape  # of [batch, classes, ...], or of [classes] alone
     if name in OVER_CLASSES and not plain.is_floating_point() and plain.numel() > 1 and classes:
         counts = _counts(plain.flatten(), classes[0], known.get("ignore_index", -100))

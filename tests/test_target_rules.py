@@ -1,0 +1,68 @@
+"""Targets that a loss of torch's takes for something else: signs, and rows that add up to more than one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gaff
+
+
+def rules(tmp_path, loss_of, outputs=4):
+    torch.manual_seed(0)
+    model = nn.Linear(8, outputs)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for _ in range(12):
+            optimizer.zero_grad()
+            loss_of(model, torch.randn(16, 8)).backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    return {one.rule for one in record.findings}, record.verdict
+
+
+def labels(low):
+    return (torch.rand(16) > 0.5).float() * (1 - low) + low
+
+
+LOSSES = {
+    "cosine": lambda low: lambda model, x: F.cosine_embedding_loss(model(x), model(-x), labels(low)),
+    "cosine by name": lambda low: (
+        lambda model, x: F.cosine_embedding_loss(input1=model(x), input2=model(-x), target=labels(low))
+    ),
+    "ranking": lambda low: lambda model, x: F.margin_ranking_loss(model(x)[:, 0], model(-x)[:, 0], labels(low)),
+    "hinge": lambda low: lambda model, x: F.hinge_embedding_loss(model(x)[:, 0], labels(low)),
+    "soft margin": lambda low: lambda model, x: F.soft_margin_loss(model(x)[:, 0], labels(low)),
+    "module": lambda low: lambda model, x: nn.CosineEmbeddingLoss()(model(x), model(-x), labels(low)),
+}
+
+
+@pytest.mark.parametrize("low", [0.0, -1.0, 1.0])
+@pytest.mark.parametrize("name", LOSSES)
+def test_zeros_where_signs_are_wanted(tmp_path, name, low):
+    found, verdict = rules(tmp_path, LOSSES[name](low))
+    assert ("targets_no_signs" in found) == (low == 0)
+    if low == 0:
+        assert (verdict.state, verdict.name) == ("wrong", "targets_no_signs")
+
+
+def test_pairs_that_are_left_out_among_signs(tmp_path):
+    found, _ = rules(
+        tmp_path, lambda model, x: F.cosine_embedding_loss(model(x), model(-x), torch.arange(16.0) % 3 - 1)
+    )
+    assert "targets_no_signs" not in found
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_told"),
+    [
+        (lambda: (torch.rand(16, 4) > 0.3).float(), True),
+        (lambda: torch.rand(16, 4).softmax(1), False),
+        (lambda: F.one_hot(torch.arange(16) % 4).float() * (torch.arange(16) % 2)[:, None], False),
+        (lambda: torch.randn(16, 4), False),
+    ],
+    ids=["several classes", "probabilities", "some left out", "no probabilities at all"],
+)
+def test_rows_that_add_up_to_more_than_one(tmp_path, rows, is_told):
+    found, _ = rules(tmp_path, lambda model, x: F.cross_entropy(model(x), rows()))
+    assert ("targets_add_up" in found) == is_told
