@@ -10,6 +10,7 @@ import gaff
 from gaff import edits
 from gaff.engine import clock
 from gaff.engine.gradients import ports
+from gaff.engine.modules import Hook
 from gaff.engine.ops.scope import Scope
 
 
@@ -56,7 +57,7 @@ def test_between_the_end_of_a_run_and_its_removal(monkeypatch):
     monkeypatch.setattr(clock, "end_call", slow)
     handle = gaff.edit(model, {"0": edits.scale(2.0)}).attach()
     meeting.run(model, handle.remove)
-    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    assert not any(isinstance(hook, Hook) for one in model.modules() for hook in one._forward_hooks.values())
 
 
 def test_at_the_entry_of_a_module_whose_gradient_is_asked(monkeypatch):
