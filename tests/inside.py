@@ -159,6 +159,7 @@ SHARDED = {
     "test_a_parameter_that_is_frozen_when_the_session_opens_is_heard_of_once_it_is_not": PARTS,
     "test_clip_of_a_single_number_in_half_precision": "FSDP2 shards no single numbers",
     "test_jit_trace_is_refused": "torch traces no sharded module",
+    "test_attributes_of_parameters.py": "what FSDP2 gathers has no attributes of the parameter",
     "test_parameters_stay_where_they_are": PARTS,
     "test_an_edit_of_an_output_leaves_the_dict_that_the_module_keeps": PARTS,
     "test_two_edits_of_one_parameter_compose": PARTS + "; its values are those of test_sharded",

@@ -325,6 +325,40 @@ def test_a_rank_that_stopped_while_others_went_on_is_told(tmp_path):
     assert finding.message == "rank 2 wrote nothing after step 3, others went on"
 
 
+def write_batches(folder, rank, marks, *, replicated=(0, 1)):
+    log = LogWriter(folder / f"rank{rank}.gaff")
+    log.write_json(EVENT, {"kind": "model", "name": "m", "replicated": list(replicated)})
+    for step, mark in enumerate(marks):
+        log.write_json(EVENT, {"kind": "look", "fingerprint": mark}, step)
+    log.close()
+
+
+MARKS = [f"{step:08x}" for step in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("marks", "replicated", "is_told"),
+    [
+        (MARKS, (0, 1), True),
+        ([*MARKS[:5], "other", *MARKS[6:]], (0, 1), False),
+        (MARKS[:7], (0, 1), False),
+        (MARKS, (), False),
+    ],
+)
+def test_ranks_that_are_given_the_same_batches_are_told(tmp_path, marks, replicated, is_told):
+    write_batches(tmp_path, 0, MARKS, replicated=replicated)
+    write_batches(tmp_path, 1, marks, replicated=replicated)
+    found = load(tmp_path).findings
+    assert [(one.rule, one.rank) for one in found] == ([("rank_same_batches", 1)] if is_told else [])
+    assert not is_told or "at all 12 steps that both looked at" in found[0].message
+
+
+def test_ranks_with_one_batch_all_the_time_are_no_finding_of_theirs(tmp_path):
+    for rank in (0, 1):
+        write_batches(tmp_path, rank, ["same"] * 12)
+    assert load(tmp_path).findings == []
+
+
 def write_times(folder, rank, late_s, *, model=None, steps=12):
     """A rank of a run whose steps take 100 ms, and that begins its backward pass after 20 ms and ``late_s``."""
     log = LogWriter(folder / f"rank{rank}.gaff")

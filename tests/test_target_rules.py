@@ -1,4 +1,4 @@
-"""Targets that a loss of torch's takes for something else: signs, and rows that add up to more than one."""
+"""What a loss of torch's takes for something else: signs, rows that add up to more than one, classes of a CTC loss."""
 
 import pytest
 import torch
@@ -66,3 +66,22 @@ def test_pairs_that_are_left_out_among_signs(tmp_path):
 def test_rows_that_add_up_to_more_than_one(tmp_path, rows, is_told):
     found, _ = rules(tmp_path, lambda model, x: F.cross_entropy(model(x), rows()))
     assert ("targets_add_up" in found) == is_told
+
+
+@pytest.mark.parametrize(("dim", "is_moved"), [(2, False), (0, False), (1, False), (1, True), (2, True), (-1, True)])
+def test_classes_of_a_ctc_loss_that_the_softmax_does_not_run_over(tmp_path, dim, is_moved):
+    def loss_of(model, x):
+        scores = model(x.expand(10, 16, 8))
+        given = scores.transpose(0, 1) if is_moved else scores
+        return F.ctc_loss(
+            given.log_softmax(dim) if not is_moved else given.transpose(1, 2).log_softmax(dim).transpose(1, 2),
+            torch.randint(1, 6, (given.shape[1], 3)),
+            torch.full((given.shape[1],), len(given)),
+            torch.full((given.shape[1],), 3),
+            zero_infinity=True,
+        )
+
+    found, verdict = rules(tmp_path, loss_of, outputs=6)
+    is_right = dim % 3 == (1 if is_moved else 2)
+    assert ("softmax_axis" in found) == (not is_right)
+    assert is_right or verdict.name == "softmax_axis"

@@ -376,7 +376,9 @@ def input_far_from_zero(case: RunCase) -> Claim | None:
 def input_is_lost(case: RunCase) -> Claim | None:
     """A model that returns the same for every example from its first steps on, and nothing has broken it before."""
     finding = case.found("input_constant") or _lost_at_once(case) or case.found("output_constant")
-    if finding is None or finding.since > _EARLY or case.found("weight_decay_too_high", "nonfinite") is not None:
+    if finding is None or finding.since > _EARLY or "others" in finding.evidence:
+        return None
+    if case.found("weight_decay_too_high", "nonfinite") is not None:
         return None
     dead = case.found("dead_units")
     if dead is not None and finding.rule != "input_constant" and _called(finding) > _called(dead):

@@ -175,6 +175,45 @@ def _slow(rank: int, what: str, late_s: float, share: float, steps: Sequence[int
     )
 
 
+def same_batches(parts: Sequence[RankPart]) -> list[Finding]:
+    """One finding for each process that was given the very batches of another one at the same steps, by checksums.
+
+    Asked of replicas of one model (DistributedDataParallel), of at least eight steps that both have looked at, with two
+    batches or more among them: the ranks then learn the same, and an epoch is as many times as long. Certain.
+    """
+    given = {
+        part.own: {step: one["fingerprint"] for step, one in part.events if "fingerprint" in one} for part in parts
+    }
+    found = []
+    for part in parts:
+        others = {rank for ranks in _replicas(part).values() for rank in ranks if rank < part.own and rank in given}
+        for other in sorted(others):
+            steps = sorted(given[part.own].keys() & given[other].keys())
+            own = [given[part.own][step] for step in steps]
+            if len(steps) >= _LEAST_STEPS and len(set(own)) > 1 and own == [given[other][step] for step in steps]:
+                rank = next(one.rank for one in parts if one.own == other)
+                found.append(_same(part.rank, rank, steps))
+                break
+    return found
+
+
+def _same(rank: int, other: int, steps: Sequence[int]) -> Finding:
+    """The finding of a process that is given what an ``other`` one is given, at those steps."""
+    return Finding(
+        rule="rank_same_batches",
+        site="",
+        model="",
+        since=steps[0],
+        severity="warning",
+        message=f"rank {rank} is given the same batches as rank {other}, at all {len(steps)} steps that both looked at",
+        cause="a DataLoader without a DistributedSampler, or a data set that each rank shuffles by the same seed",
+        remedy="DataLoader(..., sampler=DistributedSampler(data)), and sampler.set_epoch(epoch) in each epoch",
+        evidence={"steps": float(len(steps))},
+        last=steps[-1],
+        rank=rank,
+    )
+
+
 def _times(part: RankPart, name: str) -> dict[int, float]:
     """A series of one process by step, without the steps at which it is missing."""
     rows = zip(part.series.get("step", ()), part.series.get(name, ()), strict=False)

@@ -27,7 +27,17 @@ from gaff.record.flight import Flight, read_left, read_ring
 from gaff.record.groups import error_of, failed_first, groups, helpers, left_before, only_group
 from gaff.record.label_order import label_order
 from gaff.record.part import RankPart
-from gaff.record.ranks import divergence, holds_parts, lost, of_wholes, origins_first, scalar_together, slow, together
+from gaff.record.ranks import (
+    divergence,
+    holds_parts,
+    lost,
+    of_wholes,
+    origins_first,
+    same_batches,
+    scalar_together,
+    slow,
+    together,
+)
 from gaff.record.run_case import Evaluations, RunCase, SingleSteps, Unstepped
 from gaff.record.sample import acts
 from gaff.record.statistics import DERIVED, value_of
@@ -312,7 +322,7 @@ class Record:
 
 def _found(group: list[RankPart], head: Mapping[str, Any]) -> list[Finding]:
     """What was found in processes that work together, and by comparing them; ``head``: what is known of the run."""
-    found = [*divergence(group), *lost(group, head), *slow(group)]
+    found = [*divergence(group), *lost(group, head), *slow(group), *same_batches(group)]
     for part in group:
         told = part.latest("findings") or {}
         found += [replace(Finding.from_dict(one), rank=part.rank) for one in told.get("findings", ())]

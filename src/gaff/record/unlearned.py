@@ -36,7 +36,8 @@ def nothing_learned(case: RunCase) -> Claim | None:
            f"gives {guess:.4g}; no rule found anything in activations, gradients and updates"  # fmt: skip
     how = "has just come down to" if curve.is_falling else "stays at"
     text = f"the loss {how} the level of guessing, and nothing was found in activations, gradients and updates: " \
-           "labels may not belong to their inputs, or steps are too small or too large"  # fmt: skip
+           "labels may not belong to their inputs, the model may be too weak, or without activations between its " \
+           "layers, or steps are too small or too large"  # fmt: skip
     return Claim("labels_do_not_belong", "possible", text, (told,), 0,
                  "compare a few inputs with their labels as they reach the loss, after loading and shuffling; gaff try "
                  "tells whether the input is used at all", (),

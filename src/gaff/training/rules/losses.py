@@ -256,8 +256,13 @@ def double_softmax(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def softmax_axis(sample: Sample, past: Past) -> Iterator[Hit]:
     """log_softmax over dimension 0 of a two-dimensional input of nll_loss, or of a likelihood that is written out and
-    picks one number of each row; over another than dimension 1 of an input with more. Read from the autograd graph.
-    Certain."""
+    picks one number of each row; over another than dimension 1 of an input with more; over another than the last one
+    of ctc_loss's. Read from the autograd graph. Certain."""
+    ctc = sample.facts.get("ctc_axis")
+    if ctc:
+        yield Hit(("", ""), f"the log_softmax before ctc_loss, of shape {ctc['shape']}, runs over dimension "
+                  f"{ctc['dim']}, and the classes are elsewhere", **ctc)  # fmt: skip
+        return
     found, dim = sample.facts.get("axis"), sample.facts.get("axis_dim")
     if found and dim:
         yield Hit(

@@ -69,7 +69,7 @@ def one_batch(sample: Sample, past: Past) -> Iterator[Hit]:
     cause="model.train() is missing after an evaluation, or was never called on what from_pretrained returns",
     remedy="model.train() before training, and after each evaluation",
     least=5,
-    share=0.9,
+    share=0.3,
 )
 def eval_mode_in_training(sample: Sample, past: Past) -> Iterator[Hit]:
     """Steps are made whose only forwards with gradients were in eval mode, of a model with dropout or BatchNorm, none

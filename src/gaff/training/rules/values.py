@@ -250,9 +250,14 @@ def output_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     batch = sample.facts.get("batch", 0)
     if sample.facts.get("alike"):
         return
-    for key, units in sample.units.items():
-        if key[1].startswith(":output") and batch >= 2 and units.is_constant:
-            yield Hit(key, units=units.count, batch=batch)
+    outputs = {key: units for key, units in sample.units.items() if key[1].startswith(":output")}
+    for key, units in outputs.items():
+        if batch >= 2 and units.is_constant:
+            row, others = sample.rows.get(key), [other[0] for other, one in outputs.items() if not one.is_constant]
+            what = "zero" if row is not None and row.zeros == 1.0 else "the same"
+            told = f"{key[1]} is {what} for every example of a batch, and other outputs are not"
+            beside = {"others": others.count(key[0])} if key[0] in others else {}
+            yield Hit(key, told if beside else "", units=units.count, batch=batch, **beside)
 
 
 @rule(

@@ -248,7 +248,7 @@ class Losses:
         self._now, self.partial = {}, dict.fromkeys(self.partial, 0)
         self._graphs.step_ends()
         self.unclipped = self._scaler = None
-        self.facts = {_BY_HAND: self.facts[_BY_HAND]} if _BY_HAND in self.facts else {}  # how it is written stays
+        self.facts = {name: self.facts[name] for name in (_BY_HAND, "ctc_axis") if name in self.facts}  # it stays so
         self.steep = []
 
     def _name(self, loss: Tensor | None, at: int, whose: str) -> str:

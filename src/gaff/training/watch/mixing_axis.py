@@ -38,21 +38,28 @@ def mistaken(loss: Tensor) -> dict[str, Any]:
       of what its softmax returned, along which ``dim`` that ran, and the one ``over`` which it is summed
     - ``by_hand``: of all other attention by hand, by how many positions it is over, whether in every example each of
       them ``sees`` the next one, and whether attention ``hides`` that from all
+    - ``ctc_axis``: of the first CTC loss whose log_softmax does not run over its classes, its last dimension, the
+      ``shape`` of what that has returned, and its ``dim``
     - ``viewed``: of the first cross entropy whose classes a view has made of something else the shape that was
       ``given``, and the ``shape`` that it was viewed as
     - ``viewed_batches``: the same of up to four views whose rows may be made of several examples
     """
     nodes = [(node, _name(node)) for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES)]
     softmaxes = [one for node, name in nodes for one in _softmaxes_behind(node, name)]
-    told = {"mixing": _wrong_axis(softmaxes), "by_hand": _seen(softmaxes), "viewed": _viewed_classes(nodes),
-            "viewed_batches": _viewed_batches(nodes)}  # fmt: skip
+    told = {
+        "ctc_axis": _classes_of_ctc(nodes),
+        "mixing": _wrong_axis(softmaxes),
+        "by_hand": _seen(softmaxes),
+        "viewed": _viewed_classes(nodes),
+        "viewed_batches": _viewed_batches(nodes),
+    }
     return {name: found for name, found in told.items() if found}
 
 
 def _softmaxes_behind(node: Any, name: str) -> Iterator[tuple[Any, int]]:
     """The softmax nodes of attention by hand that a product takes, and the dimension over which it sums of each."""
     for operand, axis in ((0, -1), (1, -2)) if name in _PRODUCTS else ():
-        found = _softmax_behind(node, operand, axis)
+        found = _softmax_before(node.next_functions[operand][0], axis, "SoftmaxBackward")
         if found is not None and _is_of_scores(found[0]):
             yield found
 
@@ -62,6 +69,15 @@ def _wrong_axis(softmaxes: Iterable[tuple[Any, int]]) -> dict[str, Any] | None:
         shape, dim = _shape(node), _dim(node)
         if dim != axis == len(shape) - 1 and shape[dim] > 1 and shape[axis] > 1:
             return {"shape": list(shape), "dim": dim, "over": axis}
+    return None
+
+
+def _classes_of_ctc(nodes: Nodes) -> dict[str, Any] | None:
+    for node, name in nodes:
+        inner = node.next_functions[0][0] if name == "CtcLossBackward" else None
+        found = _softmax_before(inner, -1, "LogSoftmaxBackward")
+        if found is not None and _dim(found[0]) != found[1]:
+            return {"shape": list(_shape(found[0])), "dim": _dim(found[0])}
     return None
 
 
@@ -119,16 +135,15 @@ def _viewed_batches(nodes: Nodes) -> list[dict[str, Any]]:
     return found[:4]
 
 
-def _softmax_behind(product: Any, operand: int, axis: int) -> tuple[Any, int] | None:
-    """The softmax that an operand of a product comes from, and where a dimension of the operand is in it, if known."""
-    node = product.next_functions[operand][0]
+def _softmax_before(node: Any, axis: int, wanted: str) -> tuple[Any, int] | None:
+    """The softmax that what a node hands on comes from, and where a dimension of that is in it, if known."""
     for _ in range(_DEPTH):
         if node is None:
             return None
         shape = _shape(node)
         name = _name(node)
         axis %= len(shape) or 1
-        if name == "SoftmaxBackward":
+        if name == wanted:
             return node, axis
         inner = _inner(node)
         if inner is None:
