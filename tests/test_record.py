@@ -407,3 +407,14 @@ def test_the_rank_that_was_gone_first_is_told_where_a_launcher_stopped_the_other
     for odd in (7, {"rank": 5, "how": "x"}, {}):
         (tmp_path / "run.json").write_text(json.dumps({**head, "gone": odd}))
         assert load(tmp_path).findings == []
+
+
+def test_a_watch_that_ended_by_an_error_of_its_own_says_that_and_not_that_no_step_was_made(tmp_path):
+    log = LogWriter(tmp_path / "rank0.gaff")
+    log.write_json(EVENT, {"kind": "begin"})
+    log.write_json(EVENT, {"kind": "failure", "error": "NameError: name 'x' is not defined (in losses.py, line 3)"})
+    log.close()
+    told = load(tmp_path).verdict
+    assert told.state == "not enough"
+    assert told.cause.startswith("watching has ended by an error of gaff's own")
+    assert "NameError: name 'x' is not defined" in told.cause

@@ -36,12 +36,13 @@ class Unstepped(NamedTuple):
     """What was seen of a run in which no optimizer made a step.
 
     ``backwards``: backward passes; ``others``: steps made by optimizers that were not to be watched; ``has_modules``:
-    whether the filters left a module to look at.
+    whether the filters left a module to look at; ``broken``: the error of gaff's own that ended the watching.
     """
 
     backwards: int = 0
     others: int = 0
     has_modules: bool = True
+    broken: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,8 @@ def _others(found: list[Claim]) -> tuple[Alternative, ...]:
 
 def _missing(case: RunCase) -> str:
     """What keeps a run in which nothing was found from being judged; empty where enough was seen."""
+    if case.unstepped.broken and case.looks < LEAST_LOOKS:
+        return f"watching has ended by an error of gaff's own, and nothing after it was seen: {case.unstepped.broken}"
     if not case.unstepped.has_modules:
         return "the patterns given (only=, --only, skip=) leave no module of the model: nothing inside it was looked at"
     if case.unstepped.others:
