@@ -279,3 +279,35 @@ def test_a_script_that_starts_another_training_is_told_by_its_own(order, tmp_pat
     assert record.steps == 20
     assert set(record.scalar("lr").values) == {0.1}
     assert set(record.scalar("lr", rank=1).values) == {0.01}
+
+
+def test_force_removes_the_experiments_of_the_run_that_it_removes(tmp_path):
+    from gaff.cli.launch import make_folder
+
+    (tmp_path / "run" / "try" / "again").mkdir(parents=True)
+    (tmp_path / "run" / "try.json").write_text("{}")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    make_folder(str(tmp_path / "run"), ["python", "x.py"], force=True)
+    assert sorted(one.name for one in (tmp_path / "run").iterdir()) == ["run.json"]
+
+
+def test_a_record_of_another_rank_alone_is_told_as_data(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 2)).square().mean().backward()
+            optimizer.step()
+    assert main(["report", str(tmp_path / "run"), "--json"]) in (0, 3)
+    told = json.loads(capsys.readouterr().out)
+    assert told["ranks"] == [3]
+    assert len(told["scalars"]["loss:loss"]) == 3
+    assert any(one.get("rms") is not None for one in told["sites"])
+
+
+@pytest.mark.parametrize("option", ["--data", "--tokenizer"])
+def test_options_that_live_would_pass_over_are_refused(tmp_path, capsys, option):
+    assert main(["report", str(tmp_path), "--live", option, "x"]) == 1
+    assert f"{option} is of no use with --live" in capsys.readouterr().err

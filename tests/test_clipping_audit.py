@@ -301,3 +301,16 @@ def test_parameters_are_counted_over_all_steps_also_beyond_those_told_one_by_one
         optimizer.step()
     assert (audit.steps, audit.clipped, audit.parameters) == (2500, 2500, {"weight": 2500})
     assert (len(audit.rows), audit.rows[0].step, audit.rows[-1].step) == (1000, 1500, 2499)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_is_skipped_is_not_clipped_as_well(fused):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1, fused=fused)
+    with gaff.clip_gradients(optimizer, norm=1.0, nonfinite="skip") as clipping:
+        (model(torch.ones(4, 3)).sum() * 0.01).backward()
+        model.weight.grad[0, 0] = torch.inf
+        optimizer.step()
+    assert (clipping.audit.clipped, clipping.audit.skipped) == (0, 1)
+    assert torch.isinf(model.weight.grad[0, 0])
+    assert model.weight.grad[0, 1] > 0

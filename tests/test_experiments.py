@@ -417,3 +417,46 @@ def test_runs_that_go_on_from_a_checkpoint_are_not_compared(is_left):
     assert ("goes on from what an earlier run has left on disk" in told) == is_left
     assert ("not compared" in told) == is_left
     assert known.to_dict()["goes_on"] == is_left
+
+
+@pytest.mark.parametrize(
+    "word", ["seed=1234567", "lr=0.12345678x", "clip=1e-07", "lr=0.1x", "lr=10x", "clip=1", "blind"]
+)
+def test_the_name_of_an_experiment_is_read_back_as_it_is(word):
+    one = Experiment.parse(word)
+    assert one.name == word
+    assert Experiment.parse(one.name) == one
+
+
+@pytest.mark.parametrize(
+    "told",
+    ['{"steps": 10, "runs": {"a": {}}}', '{"steps": 10, "runs": {"a": 3}}', '{"steps": 1e999, "runs": {}}',
+     "[]", "[" * 100_000],
+)  # fmt: skip
+def test_a_damaged_list_of_experiments_is_refused(tmp_path, told):
+    (tmp_path / "try.json").write_text(told)
+    with pytest.raises(RecordError, match="cannot be read"):
+        read_tried(tmp_path)
+
+
+def test_parameters_that_another_optimizer_has_are_not_missing():
+    change, model = changes.Unfreeze(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in model]
+    change._models[model] = None
+    for _ in range(3):
+        for one in optimizers:
+            change.before_step(one)
+    assert change.acted == 0
+    assert [len(one.param_groups[0]["params"]) for one in optimizers] == [2, 2]
+
+
+def test_clipping_beside_a_fused_step_is_of_gradients_as_the_optimizer_makes_them():
+    change, weight = changes.LimitNorm(1.0), torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    weight.grad = torch.tensor([512.0])
+    optimizer.grad_scale = torch.tensor(1024.0)
+    change.before_step(optimizer)
+    assert (change.acted, weight.grad.item()) == (0, 512.0)
+    weight.grad = torch.tensor([2048.0])
+    change.before_step(optimizer)
+    assert (change.acted, round(weight.grad.item())) == (1, 1024)

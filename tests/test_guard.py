@@ -596,3 +596,20 @@ def test_an_op_is_named_though_the_optimizer_steps_within_backward():
     with gaff.guard(model, action="warn") as guard, pytest.warns(UserWarning, match="log of 0"):
         model(torch.randn(16, 4)).square().mean().backward()
     assert guard.reports[0].site.startswith("/log"), guard.reports[0]
+
+
+def test_an_overflow_of_another_models_optimizer_does_not_make_the_guard_forget():
+    class Bad(nn.Module):
+        def forward(self, x):
+            return torch.log(x - x.detach() - 1)
+
+    guarded, other = nn.Sequential(nn.Linear(4, 1), Bad()), nn.Linear(4, 1)
+    own = torch.optim.SGD(guarded.parameters(), 0.1)
+    others = torch.optim.Adam(other.parameters(), 0.1, fused=True)
+    scaler, x = torch.amp.GradScaler("cpu"), torch.randn(8, 4)
+    with pytest.raises(NonFiniteError, match="log"), gaff.guard(guarded):
+        guarded(x).mean().backward()
+        scaler.scale(other(x).mean() * torch.inf).backward()
+        scaler.step(others)
+        scaler.update()
+        own.step()

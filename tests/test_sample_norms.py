@@ -441,3 +441,25 @@ def test_what_a_pass_for_chosen_inputs_leaves_out_has_no_norms_of_zero(how):
     assert list(later) == ["2.weight", "2.bias"]
     for name in later:
         torch.testing.assert_close(later[name], every[name])
+
+
+@pytest.mark.parametrize("change", [torch.zeros_like, lambda gradient: gradient * 0.5])
+def test_a_hook_set_before_that_changes_a_gradient_is_noticed_whatever_it_makes_of_it(change):
+    model = nn.Linear(4, 3)
+    model.weight.register_hook(change)
+    with gaff.sample_norms(model) as norms:
+        model(torch.randn(5, 4)).square().sum(1).mean().backward()
+    with pytest.raises(gaff.ExactnessError, match="account for a part of its gradient only"):
+        norms["weight"]
+
+
+def test_a_gradient_that_is_truly_zero_has_norms_of_zero():
+    model = nn.Linear(4, 3)
+    with gaff.sample_norms(model) as norms:
+        (model(torch.randn(5, 4)) * 0).sum().backward()
+    assert norms["weight"].tolist() == [0.0] * 5
+    x = torch.randn(1, 4).expand(2, 4)
+    with gaff.sample_norms(model) as norms:  # those of two examples cancel
+        (model(x) * torch.tensor([[1.0], [-1.0]])).sum().backward()
+    assert model.weight.grad.abs().max() < 1e-6
+    assert (norms["weight"] > 1).all()

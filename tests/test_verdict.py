@@ -416,3 +416,12 @@ def test_a_rate_that_is_zero_for_long_is_told_with_where_that_ends(tmp_path):
     verdict = gaff.load(tmp_path / "run").verdict
     assert verdict.name == "lr_zero"
     assert re.fullmatch(r"the learning rate is zero: nothing is learned, up to about step (9\d|10\d)", verdict.cause)
+
+
+@pytest.mark.parametrize("warm_up", [0, 60])
+def test_a_rate_that_is_gone_once_all_is_learned_is_no_fault_after_a_warm_up_either(warm_up):
+    loss = [(step, max(0.2, 2.0 - 0.018 * step) + 0.001 * (step % 3)) for step in range(960)]
+    rate = [(step, (0.1 * min(1.0, (step + 1) / max(1, warm_up))) if step < 300 else 1e-6) for step in range(960)]
+    case = RunCase((), 960, 50, {"loss": Curve.of(loss)}, Curve.of(rate))
+    assert case.has_settled
+    assert claims(case) == []

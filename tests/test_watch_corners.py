@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+import gaff
 from gaff.record.flight import RingWriter, read_left
 from gaff.record.log import EVENT, LogReader, LogWriter
+from gaff.training.rules.registry import Past
+from gaff.training.rules.steps import has_fallen
 from gaff.training.watch.incidents import _copy
 from gaff.training.watch.losses import PastLosses
 from gaff.training.watch.saved_batches import Batch, BatchSaver, kept_of, read_kept
@@ -84,3 +87,59 @@ def test_a_log_that_is_read_again_after_one_frame_goes_on_behind_it(tmp_path):
         writer.write_json(EVENT, {"step": step}, step)
     reader = LogReader(tmp_path / "run.gaff")
     assert [next(iter(reader.frames())).step for _ in range(3)] == [0, 1, 2]
+
+
+def test_a_loss_below_zero_has_fallen_where_it_is_lower():
+    def fallen(first, recent, to=0.9):
+        past = Past()
+        past.losses["loss"], past.recent["loss"] = [first] * 3, [recent] * 3
+        return has_fallen(past, "loss", to)
+
+    assert not fallen(-5.0, -5.0)
+    assert not fallen(-5.0, -2.6, 0.5)
+    assert fallen(-5.0, -6.0)
+    assert fallen(5.0, 4.4)
+    assert not fallen(5.0, 4.6)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_targets_are_looked_at(tmp_path, dtype):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1) as watch:
+        for _ in range(3):
+            optimizer.zero_grad()
+            targets = torch.arange(8).to(dtype)[:, None]
+            try:
+                torch.nn.functional.mse_loss(model(torch.randn(8, 4)), targets).backward()
+            except (RuntimeError, NotImplementedError):
+                pytest.skip("torch computes no such loss")
+            optimizer.step()
+    assert watch.failure is None
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
+def test_decay_that_is_taken_off_the_weight_is_known_of_torchs_own(tmp_path, kind):
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 16, bias=False))
+    optimizer = getattr(torch.optim, kind)(model.parameters(), weight_decay=0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1) as watch:
+        for _ in range(30):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(torch.randn(64, 16)), torch.randn(64, 16)).backward()
+            optimizer.step()
+    assert not [one for one in watch.findings if one.rule == "weight_decay_too_high"]
+
+
+def test_a_place_that_a_rule_names_twice_in_a_look_counts_once(tmp_path):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    zeros = torch.tensor([0.0, 1.0] * 4)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1) as watch:
+        for steps in (1, 3):
+            for _ in range(steps):
+                optimizer.zero_grad()
+                out = model(torch.randn(8, 4))
+                sum(torch.nn.functional.soft_margin_loss(out[:, at], zeros) for at in (0, 1)).backward()
+                optimizer.step()
+            found = [one for one in watch.findings if one.rule == "targets_no_signs"]
+            assert [one.share for one in found] == ([1.0] if steps == 3 else [])

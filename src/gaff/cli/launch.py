@@ -26,6 +26,7 @@ from typing import Any
 from gaff.cli.printing import show, terminal_width
 from gaff.cli.processes import Processes
 from gaff.errors import GaffError, PlanError, RecordError
+from gaff.record.experiments import FOLDER, TRIED
 from gaff.record.flight import ENDING as RING
 from gaff.record.run import ENDING, HEAD, VERSION, Record
 from gaff.training.watch.settings import VARIABLE, Settings, to_stderr
@@ -117,8 +118,10 @@ def make_folder(out: str | None, command: list[str], *, force: bool = False) -> 
             "--force to remove that run"
         )
     try:
-        for file in there:
+        for file in (*there, *folder.glob(TRIED)):
             file.unlink()
+        if force:
+            shutil.rmtree(folder / FOLDER, ignore_errors=True)  # experiments of a run that is removed
         folder.mkdir(parents=True, exist_ok=True)
         head = {"version": VERSION, "gaff": __version__, "command": command, "began": time.time()}
         with (folder / HEAD).open("x") as new:

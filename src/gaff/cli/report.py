@@ -81,6 +81,9 @@ def _check_combination(options: argparse.Namespace) -> None:
     ways = [f"--{one}" for one in ("html", "json", "live") if getattr(options, one)]
     if len(ways) > 1:
         raise PlanError(f"{' and '.join(ways)} are different ways to tell of a run: leave all but one out")
+    for name in ("data", "tokenizer") if options.live else ():
+        if getattr(options, name):
+            raise PlanError(f"--{name} is of no use with --live: leave it out")
     for name, default, ways_of_it in (
         ("rank", 0, ("--html", "--live")),
         ("port", 0, ("--live",)),
@@ -153,6 +156,7 @@ def _live(options: argparse.Namespace) -> int:
 
 def to_json(record: Record) -> dict[str, Any]:
     """Everything that a program may want of a run; NaN is written as null."""
+    from gaff.record.run import teller_of
     from gaff.views import run_text
 
     return {
@@ -164,10 +168,18 @@ def to_json(record: Record) -> dict[str, Any]:
         "complete": record.is_complete,
         "overhead": record.overhead,
         "findings": [_finite(one.to_dict()) for one in record.findings],
-        "sites": [{"site": name, **_finite(record.latest(name))} for name in record.sites],
-        "scalars": {name: [[step, _finite(x)] for step, x in record.scalar(name)] for name in record.scalars},
+        "sites": [{"site": name, **_finite(_latest(record, name))} for name in record.sites],
+        "scalars": {
+            name: [[step, _finite(x)] for step, x in record.scalar(name, teller_of(record, name))]
+            for name in record.scalars
+        },
         "notes": record.notes,
     }
+
+
+def _latest(record: Record, site: str) -> dict[str, float]:
+    """The latest numbers of a site, of the first process that has any."""
+    return next((found for rank in record.ranks if (found := record.latest(site, rank=rank))), {})
 
 
 def _finite(value: Any) -> Any:

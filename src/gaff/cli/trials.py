@@ -7,7 +7,6 @@ printed. ``try.json`` names those that were made.
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -38,9 +37,6 @@ class Trials:
 
     def __init__(self, command: list[str], program: str, out: str | None, steps: int, *, force: bool) -> None:
         self.folder = make_folder(out, command, force=force)
-        if (self.folder / TRIED).is_file():  # of a run that ``force`` has removed
-            (self.folder / TRIED).unlink()
-            shutil.rmtree(self.folder / FOLDER, ignore_errors=True)
         self.seconds = 0.0
         self._command = command
         self._program = program

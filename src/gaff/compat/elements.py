@@ -53,6 +53,11 @@ def signed(tensor: Tensor) -> Tensor:
     return tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor
 
 
+def comparable(tensor: Tensor) -> Tensor:
+    """The same values in a type that torch compares: int64 for unsigned integers of more than a byte."""
+    return tensor.to(torch.int64) if tensor.dtype in _SIGNED else tensor
+
+
 def dtype_named(name: str) -> torch.dtype:
     """The dtype of that name, with or without ``torch.``. Raises ValueError where there is none."""
     found = getattr(torch, str(name).removeprefix("torch."), None)

@@ -63,7 +63,8 @@ class Experiment:
     @property
     def name(self) -> str:
         """As it is written on the command line."""
-        return self.kind if self.value is None else f"{self.kind}={self.value:g}{'x' * self.is_factor}"
+        value = "" if self.value is None else repr(self.value).removesuffix(".0")  # all digits: it is read back
+        return f"{self.kind}={value}{'x' * self.is_factor}" if value else self.kind
 
     @classmethod
     def parse(cls, word: str) -> Experiment:
@@ -243,6 +244,7 @@ def read_tried(path: Path) -> dict[str, Any] | None:
         return None
     try:
         told = json.loads(file.read_text())
-        return {"steps": int(told["steps"]), "runs": dict(told["runs"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        runs = {str(name): {**one, "folder": str(one["folder"])} for name, one in told["runs"].items()}
+        return {"steps": int(told["steps"]), "runs": runs}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise RecordError(f"{file} cannot be read: {error}") from None

@@ -381,8 +381,10 @@ def _case(record: Record) -> RunCase:
     is_search = lr is not None and _is_search(part, list(record.scalar("lr", part.rank)))
     made = part.latest("made") or {}
     seen = {} if made.get("steps", 1) else made
-    unstepped = Unstepped(int(seen.get("backwards", 0)), int(seen.get("others", 0)), bool(made.get("has_modules", True)),
-                          str((part.latest("failure") or {}).get("error", "")))  # fmt: skip
+    broken = str((part.latest("failure") or {}).get("error", ""))
+    unstepped = Unstepped(
+        int(seen.get("backwards", 0)), int(seen.get("others", 0)), bool(made.get("has_modules", True)), broken
+    )
     tried = record.experiments
     is_raised, last = any(one.get("is_raised") for one in looks), told[-1][0] if told else None
     large = next((one for one in record.findings if one.rule == "first_steps_large"), None)

@@ -147,7 +147,9 @@ class RunCase:
         if self.lr is None or not self.lr.values or self.loss is None or self.lr.last >= 0.01 * max(self.lr.values):
             return False
         highest, curve = max(self.lr.values), self.loss[1]
-        fell = next(step for step, value in zip(self.lr.steps, self.lr.values, strict=True) if value < 0.5 * highest)
+        at = self.lr.values.index(highest)  # before it the rate may be warmed up
+        later = zip(self.lr.steps[at:], self.lr.values[at:], strict=True)
+        fell = next(step for step, value in later if value < 0.5 * highest)
         then = curve.at(fell)
         was_flat = then > 2 / 3 * curve.at(fell // 2)
         return was_flat and then < 0.5 * curve.start and curve.last > then - max(2 * curve.spread, 0.1 * then)

@@ -222,6 +222,8 @@ class Clipping:
                 tell_clipped(total, limits.norm)  # to who watches the training
             if limit is not None:
                 factor = (limit / (total + TINY)).clamp(max=1.0)
+                if isinstance(skip, Tensor):  # what is skipped is left as it is
+                    factor = torch.where(skip, 1.0, factor)
                 foreach.scale_all(gradients, factor)
         is_apart = len({one.device for one in norms}) > 1
         near = [one.to(norms[0].device) for one in norms] if is_apart else norms

@@ -57,14 +57,17 @@ def question(gradient: Tensor) -> Tensor:
     """A direction in which a sum of terms and the gradient that came must agree, if they are equal.
 
     The gradient itself, and as much of a random matrix of rank 4 from a seed of its own: the gradient alone would not
-    tell a sum from its projection, which is what a hook that masks or centres it makes. ``gradient`` is dense.
+    tell a sum from its projection, which is what a hook that masks or centres it makes. Of a gradient of zeros that
+    matrix alone, of norm 1. ``gradient`` is dense.
     """
     gradient = wide(gradient)
     flat = gradient.flatten(1) if gradient.dim() > 1 else gradient.reshape(-1, 1)
     draw = torch.Generator(gradient.device).manual_seed(0)
     kind: dict[str, Any] = {"generator": draw, "dtype": flat.dtype, "device": flat.device}
     rows, columns = torch.randn(flat.shape[0], 4, **kind), torch.randn(4, flat.shape[1], **kind)
-    return torch.addmm(flat, rows * (torch.linalg.vector_norm(flat) / 2), columns).reshape(gradient.shape)
+    norm = torch.linalg.vector_norm(flat)
+    scale = torch.where(norm > 0, norm / 2, 1 / torch.linalg.vector_norm(rows @ columns).clamp(min=1e-30))
+    return torch.addmm(flat, rows * scale, columns).reshape(gradient.shape)
 
 
 def measure(before: list[Terms], new: list[Terms], asked: Tensor) -> MeasuredLayer:

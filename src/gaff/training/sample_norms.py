@@ -282,7 +282,7 @@ class SampleNorms:
         narrow = (use for index in runs for path in paths for use in self._uses.get(index, {}).get(path, {}).values())
         is_wide = total.element_size() >= 4 and not any(use.is_narrow() for use in narrow)
         square = float(torch.linalg.vector_norm(total, dtype=elements.wide_type(total)).square())
-        lost = square**0.5 * reach * (1e-5 if is_wide else 1e-2) + (reach * (1e-6 if is_wide else 1e-3)) ** 2
+        lost = (square**0.5 or 1.0) * reach * (1e-5 if is_wide else 1e-2) + (reach * (1e-6 if is_wide else 1e-3)) ** 2
         is_out = square and total.dtype != torch.float64 and not 1e-37 * total.numel() < square < 1e37
         if is_out or not abs(missing) <= (1e-3 if is_wide else 5e-2) * square + lost:
             for index in runs:

@@ -454,11 +454,11 @@ class StepWatch:
 
         Waits for the device where there is such a flag.
         """
+        if is_inner_step(optimizer) or (self._owned is not None and not self._owned.has(optimizer)):
+            return None
         found = getattr(optimizer, "found_inf", None)
-        is_overflow = found is not None and bool(found.item())  # a GradScaler's: the step will change nothing
-        if is_overflow:
+        if found is not None and bool(found.item()):  # a GradScaler's: the step will change nothing
             self._skipped()
-        if is_inner_step(optimizer) or is_overflow or (self._owned is not None and not self._owned.has(optimizer)):
             return None
         then = partial(self._before, optimizer)  # gradients come from it
         wrapped = _around_closure(args, kwargs, lambda: None, then)

@@ -92,7 +92,9 @@ class LimitNorm(Change):
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the gradients where their norm is above the limit."""
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        self.acted += bool(nn.utils.clip_grad_norm_(parameters, self._most) > self._most)
+        scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler, which a fused step takes off by itself
+        most = self._most * (1.0 if scale is None else float(scale))
+        self.acted += bool(nn.utils.clip_grad_norm_(parameters, most) > most)
 
 
 class ClearGradients(Change):
@@ -112,6 +114,7 @@ class Unfreeze(Change):
     def __init__(self) -> None:
         super().__init__()
         self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+        self._optimizers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how many steps each has made
 
     def around(self, module: nn.Module, given: Given, stack: ExitStack) -> Given:
         """Let all parameters require grad before the call."""
@@ -123,8 +126,15 @@ class Unfreeze(Change):
         return given
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put what is missing into the first group: schedules keep a list with one entry for each group."""
-        owned = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        """Put what is missing into the first group: schedules keep a list with one entry for each group.
+
+        At the second step of an optimizer: by then all others that own a part of the model have made one.
+        """
+        self._optimizers[optimizer] = steps = self._optimizers.get(optimizer, 0) + 1
+        if steps < 2:
+            return
+        groups = (group for one in self._optimizers for group in one.param_groups)
+        owned = {id(one) for group in groups for one in group["params"]}
         for module in self._models:
             inside = list(module.parameters())
             missing = [one for one in inside if id(one) not in owned and one.requires_grad]

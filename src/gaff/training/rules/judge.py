@@ -108,7 +108,7 @@ class Judge:
             if isinstance(hits, str):
                 self.broken[one.name] = hits
                 continue
-            for hit in hits:
+            for hit in {hit.key: hit for hit in hits}.values():  # one a look of each place: the last
                 self._note(one, hit, sample)
         if sample.phase == "train":
             self._remember_norms(sample)

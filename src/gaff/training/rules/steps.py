@@ -476,7 +476,10 @@ def _is_still(sample: Sample) -> bool:
 def has_fallen(past: Past, name: str, to: float = 0.9) -> bool:
     """Whether a loss is below that share of what it was at first, by the medians of the first and of the latest looks.
 
-    It is a tenth below if nothing else is said.
+    It is a tenth below if nothing else is said; of one that is negative as far below as it would be above zero.
     """
     first, recent = past.losses[name], past.recent.get(name)
-    return bool(recent) and len(first) >= 3 and statistics.median(recent or first) < to * statistics.median(first)
+    if not recent or len(first) < 3:
+        return False
+    began = statistics.median(first)
+    return statistics.median(recent) < began - (1 - to) * abs(began)

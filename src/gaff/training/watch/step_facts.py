@@ -35,6 +35,7 @@ _MOST_CLASSES = 64  # of which it is told how often each comes
 _LEAST_ROWS = 8  # of a batch of targets whose variance says something
 _BEYOND = 0.05  # by how much probabilities add up to more than one, beyond all rounding
 _NORMAL = 1e-2  # by how much a sum of probabilities may be off, by rounding
+_DECOUPLED = (torch.optim.AdamW, torch.optim.Muon, torch.optim.Adafactor)  # whose decay is taken off the weight
 _MOST_BYTES = 1 << 16  # of a tensor in a fingerprint
 _MIXED = 0x9E3779B97F4A7C15 >> 1  # 2 ** 63 over the golden ratio, by which neighbouring places have distant weights
 
@@ -104,7 +105,7 @@ def target_of(
     ``seen``: by function and number of counts how often each class has come in all looks; this batch is added.
     ``known``: arguments of the call by name, of which weights, the label that is left out and smoothing are read.
     """
-    plain = target.detach()
+    plain = elements.comparable(target.detach())
     low, high = plain.aminmax() if plain.numel() and not plain.is_complex() else (0.0, 1.0)
     shape = tuple(getattr(output, "shape", ()))
     told: dict[str, Any] = {
@@ -383,8 +384,7 @@ def parameters(
             "optimizer": numbers.get(id(update.optimizer)),
             "lr": float(one.group.get("lr", math.nan)),
             "decay": float(one.group.get("weight_decay", 0.0) or 0.0),
-            "is_decoupled": isinstance(update.optimizer, torch.optim.AdamW)
-            or bool(one.group.get("decoupled_weight_decay")),
+            "is_decoupled": isinstance(update.optimizer, _DECOUPLED) or bool(one.group.get("decoupled_weight_decay")),
             "was_cleared": update.was_cleared,
             "adam_rms": one.adam_rms,
             "momentum": one.momentum,
