@@ -17,7 +17,7 @@ from gaff.record.experiments import KINDS, Experiment, compare, read_tried
 from gaff.record.run_case import RunCase
 from gaff.record.verdict import judge
 from gaff.training.diagnosis import changes, data
-from gaff.training.diagnosis.trial import MAKERS
+from gaff.training.diagnosis.trial import MAKERS, Trial
 from gaff.views.trials_text import trials_table
 
 
@@ -460,3 +460,15 @@ def test_clipping_beside_a_fused_step_is_of_gradients_as_the_optimizer_makes_the
     weight.grad = torch.tensor([2048.0])
     change.before_step(optimizer)
     assert (change.acted, round(weight.grad.item())) == (1, 1024)
+
+
+def test_clipping_where_gradients_come_inside_the_step_cannot_be_told():
+    trial = Trial(None, Experiment.parse("clip=1"), 10)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.tensor([5.0])
+    optimizer = torch.optim.SGD([weight], 0.1)
+    trial._stepping(optimizer, True)
+    assert (trial._change.acted, weight.grad.item()) == (0, 5.0)
+    assert "the step is given a closure" in trial._change.why_not
+    trial._stepping(optimizer, False)
+    assert (trial._change.acted, round(weight.grad.item(), 3)) == (1, 1.0)

@@ -18,7 +18,7 @@ from gaff.engine.process.models import RootCalls
 from gaff.engine.process.training_loop import Outer, Told
 from gaff.record.experiments import Experiment
 from gaff.training.diagnosis import changes, data
-from gaff.training.diagnosis.changes import Change
+from gaff.training.diagnosis.changes import Change, LimitNorm
 from gaff.training.watch.watcher import Watcher
 
 MAKERS: Mapping[str, Callable[[Experiment], Change]] = {
@@ -52,7 +52,7 @@ class Trial:
         self._most = steps
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         nothing: Callable[..., None] = lambda *given: None  # noqa: E731
-        told = Told(nothing, lambda optimizer, _: self._change.before_step(optimizer), self._stepped, self._count,
+        told = Told(nothing, self._stepping, self._stepped, self._count,
                     nothing, self._compiled)  # fmt: skip
         self._outer = Outer(told)
         self._calls = RootCalls(self._around)
@@ -76,6 +76,12 @@ class Trial:
         """Something was compiled: it runs eagerly, so that changes are seen by it, and little is spent on few steps."""
         if not forced_eager.is_held:
             forced_eager.__enter__()
+
+    def _stepping(self, optimizer: Any, has_closure: bool) -> None:
+        if has_closure and isinstance(self._change, LimitNorm):
+            self._change.why_not = "the step is given a closure (as Lightning's are), inside which gradients come"
+        else:
+            self._change.before_step(optimizer)
 
     def _stepped(self, optimizer: Any) -> None:
         self._change.after_step(optimizer)
