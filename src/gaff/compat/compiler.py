@@ -1,4 +1,5 @@
-"""The one seam to torch's compiler: each private function of it is named here once.
+"""The seam to torch's compiler: what is asked of it, and of Dynamo, by their private functions; what is put into its
+graphs is in ``gaff.engine.compiled``.
 
 Imports nothing of it before somebody compiles: importing Dynamo takes longer than all of gaff. What is asked before
 that looks into ``sys.modules`` only.

@@ -32,7 +32,8 @@ MISSING: Any = object()
 class Hook(partial):  # type: ignore[type-arg]  # the one subclass of a concrete class: partial calls at C speed
     """A hook that stays behind when its module is copied or pickled: the copy gets one that does nothing.
 
-    Calling it calls a function of this file with the node first. It is told from other people's hooks by its class.
+    Calling it calls a function with a ``Node``, or the scope of a module's ops, first. It is told from other people's
+    hooks by its class.
     """
 
     __slots__ = ()

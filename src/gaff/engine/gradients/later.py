@@ -36,13 +36,14 @@ class Later:
         self._waiting.setdefault(run, []).append((weakref.ref(tensor), memory.version_of(tensor), reason, stream, call))
 
     def settle(self, arm: Callable[[Tensor, Stream, Run, int], object], *, is_final: bool) -> None:
-        """Let ``arm`` hook what has come to require grad; tell the streams of the others why, if ``is_final``.
+        """Let ``arm`` hook what has come to require grad.
 
-        That is of runs that are over. Else, ahead of a backward pass on this thread, it is of the runs in progress on
-        it: the others go on waiting.
+        ``is_final``: of the runs that are over, and the streams of the rest are told why nothing comes. Else a backward
+        pass is about to begin on this thread: of the runs in progress on it, and the rest goes on waiting.
         """
         for run in list(self._waiting):
-            if is_final if not run.frames else (not is_final and run.thread == get_ident()):
+            is_over = not run.frames
+            if is_over == is_final and (is_over or run.thread == get_ident()):
                 self._settle(run, arm, is_final=is_final)
 
     def close(self, arm: Callable[[Tensor, Stream, Run, int], object]) -> None:

@@ -144,7 +144,7 @@ class LeafGradient:
             self._base = on_base(tensor, self._is_stale, self._arrived_elsewhere)
 
     def remove(self) -> None:
-        """Take the hooks away; ``follow`` can set one again."""
+        """Take the hooks away."""
         if self._sharded is not None:
             self._sharded.leave(self)
         for _, _, handle in self._hooked.values():
@@ -191,7 +191,7 @@ class LeafGradient:
         self._last = (-1, None)
 
     def _arrived(self, gradient: Tensor | None) -> Any:
-        """The tensor hook: tell the stream, with the run whose backward pass this is, or -1 if that is unknown.
+        """The tensor hook: tell the stream, with the run whose backward pass this is, -1 where that is unknown.
 
         A pass on a thread at which the session does not look is ignored, unless it is known to bring gradients of a
         run, or the user gave the tensor.
