@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 44_700
-MOST_OF_CORE = 15_580
+MOST_LINES = 44_800
+MOST_OF_CORE = 15_620
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

@@ -208,7 +208,8 @@ def place() -> tuple[int, int]:
     """This process's rank and how many ranks there are, as torch or the environment of a launcher says; else 0, 1."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return (rank, count) if rank < count else (0, 1)  # one variable alone says nothing
 
 
 def has_others() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -76,9 +76,15 @@ def others(roots: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
 
 
 def write_back(tensor: Tensor, saved: Tensor) -> None:
-    """Let ``tensor`` hold again what it held when it was ``saved``; not written to where it does."""
-    with torch.no_grad():
-        if tensor.shape != saved.shape:
+    """Let ``tensor`` hold again what it held when it was ``saved``; not written to where it does.
+
+    Its version counter stays: a backward pass of the program that waits may have saved it as it was.
+    """
+    kept = nullcontext() if tensor.is_inference() else torch.autograd._unsafe_preserve_version_counter(tensor)
+    with torch.no_grad(), kept:
+        if tensor.dtype != saved.dtype:  # its ``.data`` was cast meanwhile
+            tensor.data = saved.clone()
+        elif not tensor.is_nested and tensor.shape != saved.shape:
             tensor.resize_(saved.shape)
         if not (tensor.is_meta or elements.has_bits(tensor, saved)):
             tensor.copy_(saved)

@@ -59,15 +59,17 @@ class Replacements(Held):
 @contextmanager
 def _replaced(places: Sequence[Place]) -> Iterator[None]:
     before = []
-    for owner, name, make in places:
-        ours = make(getattr(owner, name))
-        before.append((owner, name, vars(owner).get(name), ours))
-        setattr(owner, name, ours)
-    yield
-    for owner, name, own, ours in reversed(before):
-        if vars(owner).get(name) is not ours:
-            continue  # somebody has put another over it
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
+    try:
+        for owner, name, make in places:
+            ours = make(getattr(owner, name))
+            before.append((owner, name, vars(owner).get(name), ours))
+            setattr(owner, name, ours)
+        yield
+    finally:
+        for owner, name, own, ours in reversed(before):
+            if vars(owner).get(name) is not ours:
+                continue  # somebody has put another over it
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)

@@ -53,7 +53,10 @@ class RowLoader(IterableDataset[Any]):
         self._epoch = self._done = self._begin = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the pass of this number, from its first batch."""
+        """Begin the pass of this number, from its first batch.
+
+        Before the workers of a DataLoader are started: those that it keeps (``persistent_workers``) do not hear of it.
+        """
         self._epoch, self._done, self._begin = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:

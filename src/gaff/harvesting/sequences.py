@@ -164,7 +164,7 @@ def _padded(types: Mapping[str, torch.dtype], token: int, samples: list[dict[str
             tensors = [_numbers(values)]
         elif all(isinstance(one, list) for one in values) and [len(one) for one in values] == sizes:
             tensors = list(map(_numbers, values))
-        known = [one for one in tensors if one is not None]
+        known = _alike([one for one in tensors if one is not None])
         if not known or len(known) != len(tensors) or len({one.shape[1:] for one in known}) > 1:
             continue
         is_class = _LABELS.fullmatch(name) and known[0].dtype == torch.int64
@@ -174,6 +174,18 @@ def _padded(types: Mapping[str, torch.dtype], token: int, samples: list[dict[str
     if _MASK not in found:
         found[_MASK] = (torch.arange(max(sizes), device="cpu") < torch.tensor(sizes, device="cpu").unsqueeze(1)).long()
     return found
+
+
+def _alike(tensors: list[Tensor]) -> list[Tensor]:
+    """The same in one type: floating where one is; of whole numbers unsigned where one holds such as need that."""
+    types = {one.dtype for one in tensors}
+    if len(types) < 2:
+        return tensors
+    wanted = torch.uint64 if torch.uint64 in types else torch.int64
+    has_less = any(one.numel() and int(one.min()) < 0 for one in tensors if one.dtype == torch.int64)
+    if torch.float64 in types or (has_less and wanted == torch.uint64):
+        wanted = torch.float64
+    return [one.to(wanted) for one in tensors]
 
 
 def _listed(value: Any) -> Any:

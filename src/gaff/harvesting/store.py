@@ -66,14 +66,16 @@ class Column:
         index = list(index) if isinstance(index, range) else index
         index = index.to_numpy().copy() if hasattr(index, "to_numpy") else index  # a column of a table, writable
         if not isinstance(index, list) and getattr(index, "shape", ()) == ():
-            if not hasattr(index, "__index__"):
-                raise IndexError(f"{index!r:.60}: expected a row, a slice of rows, or a list of them")
-            return self._row(operator.index(index))
+            try:
+                return self._row(operator.index(index))
+            except TypeError:  # no number at all, or a floating one
+                raise IndexError(f"{index!r:.60}: expected a row, a slice of rows, or a list of them") from None
         try:
             found = torch.as_tensor(index, device="cpu")
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise IndexError(f"rows {index!r:.60}: expected whole numbers, or one bool for each row: {error}") from None
-        wanted = found if len(index) else torch.empty(0, dtype=torch.int64, device="cpu")
+        is_empty = isinstance(index, list) and not index
+        wanted = torch.empty(0, dtype=torch.int64, device="cpu") if is_empty else found
         if wanted.dtype == torch.bool:
             if wanted.shape != (len(self),):
                 raise IndexError(f"a mask of shape {list(wanted.shape)} for {len(self)} rows")

@@ -128,7 +128,7 @@ def _with_backward(
                     "that requires grad (all may be frozen)"
                 )
             stack.enter_context(kept_gradients(others([total], parameters)))
-            total.backward()
+            total.backward(retain_graph=True)  # a part of the graph may be the batch's own
 
 
 def _port(request: Request) -> str:

@@ -70,7 +70,7 @@ class Anatomy:
                 told[name] = _edges(told[name])
             told["module"], told["notes"] = str(told["module"]), tuple(str(one) for one in told["notes"])
             return cls(**told)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RecordError(f"anatomy cannot be read: {error!r}; expected what Anatomy.to_json wrote") from None
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -7,6 +7,7 @@ and texts.
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections import defaultdict
@@ -432,6 +433,9 @@ def gradient_of(tensor: Tensor) -> Gradient:
         if x is None:
             return Gradient(shape_text(tensor), reason=f"a {type(tensor).__name__} has no values")
         norm = torch.linalg.vector_norm(x, dtype=torch.float64).item()
+        if x.dtype == torch.float64 and x.numel() and norm in (0.0, math.inf):  # squares that float64 cannot hold
+            largest = x.abs().max()
+            norm = (largest * torch.linalg.vector_norm(x / largest)).item() if 0 < largest < math.inf else norm
         is_nonzero = (x.reshape(-1, 2) != 0).any(-1) if tensor.is_complex() else x != 0  # of pairs, where either is
         count = is_nonzero.numel() if tensor.layout == torch.strided else tensor.numel()  # of a sparse one all
         zeros = 1 - is_nonzero.sum().item() / max(count, 1)

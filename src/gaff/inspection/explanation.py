@@ -256,11 +256,11 @@ def explain_inside(model: nn.Module, path: str, args: tuple[Any, ...], kwargs: d
 
 
 def _leaf(tensor: Tensor, leaves: list[Tensor]) -> Tensor:
-    """A leaf of its own that requires grad, for a floating input; any other tensor as it is.
+    """A leaf of its own that requires grad, for a floating or complex input; any other tensor as it is.
 
     ``leaves``: tensors given and their leaves in turn, for a tensor that is given twice has to stay one.
     """
-    if not tensor.is_floating_point():
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     known = next((leaf for given, leaf in zip(leaves[::2], leaves[1::2], strict=True) if given is tensor), None)
     if known is None:

@@ -145,7 +145,7 @@ class Trace:
             data["edges"] = tuple((int(one), int(other), bool(known)) for one, other, known in data.get("edges", ()))
             data["pictures"] = tuple(Picture.from_dict(one) for one in data.get("pictures", ()))
             return build_row(cls, data)
-        except (SiteError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (SiteError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RecordError(f"trace cannot be read: {error!r}; expected what Trace.to_json wrote") from None
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -166,7 +166,7 @@ class Trace:
             raise RecordError(f"trace {str(path)!r} is no file: expected one that Trace.save wrote")
         if file.stat().st_size > _MOST_BYTES:
             raise RecordError(f"trace {str(path)!r} is larger than {_MOST_BYTES} bytes: not read")
-        return cls.from_json(file.read_text(encoding="utf-8"))
+        return cls.from_json(file.read_text(encoding="utf-8", errors="replace"))
 
 
 def _fingerprint(told: Any) -> Fingerprint:

@@ -301,7 +301,7 @@ def _run_backward(backward: Backward, output: Any, log: CallLog, known: list[Ten
         raise PlanError("backward returned a loss that does not depend on any parameter that requires grad")
     log.forget_gradients()
     with kept_gradients(others([loss], known)):
-        loss.backward()
+        loss.backward(retain_graph=True)  # a part of the graph may be the caller's, behind an input
 
 
 def _check_gradients(log: CallLog, parameters: dict[str, ParameterLog]) -> None:

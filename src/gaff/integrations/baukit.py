@@ -41,12 +41,13 @@ class LayerValues:
         self.kept: dict[str, str] = {}  # the addresses of its output and its input, where they are kept
         self.got: Capture | None = None
         self.last: Tensor | None = None  # where the forward was ended, or the gradient is retained
+        self.is_handed_out = False  # the output is that
         self._is_cloned, self._is_detached = is_cloned, is_detached
 
     @property
     def output(self) -> Any:
         """What the layer has returned, changed by ``edit_output`` where there is one; of several calls the last."""
-        return self.last if self.last is not None else self._read("output")
+        return self.last if self.last is not None or self.is_handed_out else self._read("output")
 
     @property
     def input(self) -> Any:
@@ -127,10 +128,12 @@ class TraceDict(Mapping[str, LayerValues]):
         self._layers = {layer: LayerValues(layer, asked.clone, asked.detach) for layer in layers}
         self._last = list(self._layers)[-1] if self._layers else ""
         for layer, one in self._layers.items():
-            if asked.retain_output and not asked.retain_grad and not (asked.stop and layer == self._last):
+            one.is_handed_out = asked.retain_grad or (asked.retain_output and asked.stop and layer == self._last)
+            if asked.retain_output and not one.is_handed_out:
                 one.kept["output"] = layer or _ROOT
             if asked.retain_input:
                 one.kept["input"] = _input_of(layer)
+        Plan.of(*(layer or _ROOT for layer in self._layers)).check(module)
         wanted = [address for one in self._layers.values() for address in one.kept.values()]
         self._capture = Capture(module, Plan.of(*wanted, graph=not asked.detach), {}) if wanted else None
         self._stack = ExitStack()
@@ -145,6 +148,8 @@ class TraceDict(Mapping[str, LayerValues]):
         return len(self._layers)
 
     def __enter__(self) -> TraceDict:
+        for one in self._layers.values():
+            one.last = None  # of a run before
         with ExitStack() as opening:
             is_any = self._asked.edit_output is not None or self._asked.retain_grad
             changed = self._layers if is_any else [self._last] if self._asked.stop else []

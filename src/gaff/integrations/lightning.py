@@ -118,7 +118,8 @@ def _batches_stepped(trainer: Any) -> int:
 
 def _is_logged(trainer: Any) -> bool:
     """Whether Lightning logs at the step in progress."""
-    return bool((_batches_stepped(trainer) + 1) % trainer.log_every_n_steps == 0)
+    every = trainer.log_every_n_steps  # 0: never
+    return bool(every) and (_batches_stepped(trainer) + 1) % every == 0
 
 
 def _elements(gradient: Tensor) -> Tensor:

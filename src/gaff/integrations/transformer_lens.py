@@ -311,7 +311,10 @@ def _changed(
 ) -> Callable[[Tensor], Tensor]:
     """What calls a function with a value as TransformerLens has it; ``batch``: examples and positions of the input."""
 
-    is_named = "hook" in signature(function).parameters  # as TransformerLens gives it
+    try:
+        is_named = "hook" in signature(function).parameters  # as TransformerLens gives it
+    except ValueError:
+        raise PlanError(f"{function!r:.60} takes no hook: expected a function of a value and a hook") from None
 
     def change(value: Tensor) -> Tensor:
         copied = value.clone()

@@ -13,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gaff import keep as keep_part
@@ -165,6 +166,10 @@ def _whole(name: str, tensor: Tensor) -> Tensor:
     if not elements.is_plain(tensor):
         raise PlanError(
             f"tensor {name!r} of the plan is {tensor.layout} on {tensor.device}: expected a plain one to save"
+        )
+    if tensor.dtype == torch.complex128:
+        raise PlanError(
+            f"tensor {name!r} of the plan is complex128, which safetensors does not hold: make it complex64"
         )
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
 

@@ -248,8 +248,10 @@ def sketched(one: Fingerprint, other: Fingerprint, least: float = 0.0) -> float:
     Infinite where not the same elements are NaN or infinite. ``least``: a norm below which neither counts as the larger
     one, see ``traces``.
     """
-    if one.odd != other.odd:
+    if one.odd != other.odd or len(one.sketch) != len(other.sketch):
         return math.inf
+    if not one.sketch:  # as of the inputs of an older format
+        return 0.0 if one == other else math.inf
     difference = math.hypot(*(a - b for a, b in zip(one.sketch, other.sketch, strict=True)))
     size = max(least, math.hypot(*one.sketch), math.hypot(*other.sketch))
     return difference / size if size else float(difference > 0)

@@ -28,7 +28,7 @@ from gaff.errors import PlanError, SiteError
 from gaff.inspection.nonfinite.backward import Trail
 from gaff.inspection.nonfinite.case import Case
 from gaff.inspection.nonfinite.causes import LOSSES, UNINITIALISED, cause_of
-from gaff.inspection.nonfinite.provenance import Made, own_path, shown, users_place
+from gaff.inspection.nonfinite.provenance import RETURNED, Made, own_path, shown, users_place
 from gaff.inspection.nonfinite.ranges import plain, range_of
 from gaff.inspection.nonfinite.report import Range
 from gaff.inspection.op_log import Producers
@@ -88,7 +88,9 @@ class Now:
         step. Waits for the device.
         """
         made = self._held(tensor) or self._handed_on(tensor, trail.nodes) or trail.made_of(tensor, producers)
-        if made is None and (maker_of(tensor) is not None or (self.ops and (self.is_spread or self.inside[-1]))):
+        if made is None and (
+            maker_of(tensor) is not None or (self.ops and (self.is_spread or self.inside[-1] or site == RETURNED))
+        ):
             made = self._made_here(tensor, site)
         return made or before(tensor, site, is_meant=is_mask(tensor))
 

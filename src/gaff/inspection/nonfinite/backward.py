@@ -95,7 +95,8 @@ class Trail:
         self._passed.append(passed)
         for one in (outgoing[at] for at in bad):
             if one is not None:
-                self._by_shape[one.shape, one.dtype] = passed
+                if not one.is_nested:  # has no shape
+                    self._by_shape[one.shape, one.dtype] = passed
                 if address := address_of(one):
                     self._by_memory[address] = storage_life(one), passed
 
@@ -137,7 +138,7 @@ class Trail:
         """
         life, passed = self._by_memory.get(address_of(tensor), (None, None))
         if passed is None or life is None or life() is None:
-            passed = self._by_shape.get((tensor.shape, tensor.dtype))
+            passed = None if tensor.is_nested else self._by_shape.get((tensor.shape, tensor.dtype))
         origin = None if passed is None else self._began([passed])
         if origin is None:
             return None

@@ -94,7 +94,8 @@ def range_of(tensor: Tensor, name: str) -> Range:
     if not can_hold(tensor):
         return Range(name, shape, dtype, 0 if tensor.is_nested else tensor.numel(), None, None)
     with torch.no_grad(), modes.outside_modes(), modes.without_autocast(tensor.device):
-        value = plain(tensor).to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+        is_wide = tensor.dtype in (torch.float64, torch.complex128)
+        value = plain(tensor).to(torch.float64 if is_wide else torch.float32)
         # an index into the numbers is one into the tensor: not of wrappers, nor of what is stored of a sparse one
         is_whole = not tensor.is_nested and value.shape[: tensor.dim()] == tensor.shape
         is_pairs = tensor.is_complex() and is_whole  # of a real and an imaginary part, counted once
