@@ -80,7 +80,7 @@ def write_back(tensor: Tensor, saved: Tensor) -> None:
 
     Its version counter stays: a backward pass of the program that waits may have saved it as it was.
     """
-    kept = nullcontext() if tensor.is_inference() else torch.autograd._unsafe_preserve_version_counter(tensor)
+    kept = nullcontext() if tensor.is_inference() else torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor)
     with torch.no_grad(), kept:
         if tensor.dtype != saved.dtype:  # its ``.data`` was cast meanwhile
             tensor.data = saved.clone()

@@ -42,8 +42,8 @@ class FlightRecorder:
     """Keeps a row of each of the last steps, and the batches that did harm.
 
     ``out`` is the folder of the record; with None nothing is kept. ``is_asked`` is set by SIGUSR1, and cleared by
-    whoever writes the last steps. Made and closed by the watcher; all but ``open`` and ``leave`` is called on the thread that trains.
-    A value that is on a GPU is not waited for: it is NaN here.
+    whoever writes the last steps. Made and closed by the watcher; all but ``open`` and ``leave`` is called on the
+    thread that trains. A value that is on a GPU is not waited for: it is NaN here.
     """
 
     def __init__(self, out: Path | None, *, keeps_batches: bool) -> None:
