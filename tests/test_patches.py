@@ -494,3 +494,28 @@ def test_a_patch_of_somebody_else_around_a_checkpoint_acts_and_stays(monkeypatch
         model(x).sum().backward()
     assert called == [1]
     assert Frame.__init__ is theirs
+
+
+def test_a_patch_that_was_put_over_ours_and_stays_does_not_make_a_checkpoint_count_twice(monkeypatch):
+    from torch.utils.checkpoint import _CheckpointFrame as Frame
+
+    from gaff.compat import checkpoints
+
+    before, wrapped = Frame.__init__, []
+
+    def wrap(function):
+        wrapped.append(function)
+        return function
+
+    end = checkpoints.follow_regions(wrap)
+    ours = Frame.__init__
+    monkeypatch.setattr(Frame, "__init__", lambda self, *args, **kwargs: ours(self, *args, **kwargs))
+    end()  # ours stays below theirs
+    assert Frame.__init__ not in (before, ours)
+    end = checkpoints.follow_regions(wrap)
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(torch.sin, x, use_reentrant=False)
+    end()
+    assert len(wrapped) == 1
+    monkeypatch.undo()
+    Frame.__init__ = before

@@ -171,6 +171,9 @@ _following = Replacements((_FRAME, "__init__", _beginning), (_FUNCTION, "forward
 
 
 def _follow(region: Any) -> None:
+    if vars(region).get("is_followed"):  # what stood there before lies below the patch of somebody else, which stays
+        return
+    region.is_followed = True
     for whose, wrap in list(_FOLLOWERS.values()):
         if isinstance(whose, WeakSet) and isinstance(region, _FRAME):
             whose.add(region)
