@@ -85,3 +85,43 @@ def test_classes_of_a_ctc_loss_that_the_softmax_does_not_run_over(tmp_path, dim,
     is_right = dim % 3 == (1 if is_moved else 2)
     assert ("softmax_axis" in found) == (not is_right)
     assert is_right or verdict.name == "softmax_axis"
+
+
+@pytest.mark.parametrize("norm", ["", "spectral", "old spectral", "weight", "old weight"])
+def test_the_last_bias_of_a_critic_gets_none_whatever_its_weight_is_made_of(tmp_path, norm):
+    wrap = {
+        "": lambda layer: layer,
+        "spectral": nn.utils.parametrizations.spectral_norm,
+        "old spectral": nn.utils.spectral_norm,
+        "weight": nn.utils.parametrizations.weight_norm,
+        "old weight": nn.utils.weight_norm,
+    }[norm]
+    torch.manual_seed(0)
+    critic = nn.Sequential(wrap(nn.Linear(8, 16)), nn.LeakyReLU(0.2), wrap(nn.Linear(16, 1)))
+    optimizer = torch.optim.Adam(critic.parameters(), 1e-3)
+    with gaff.watch(critic, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(20):
+            optimizer.zero_grad()
+            (critic(torch.randn(32, 8)) - critic(torch.randn(32, 8) + 1)).mean().backward()
+            optimizer.step()
+    assert not [one for one in gaff.load(tmp_path / "run").findings if one.rule == "zero_gradient"]
+
+
+def test_a_first_loss_above_guessing_is_no_fault_where_nearly_nothing_is_left_of_it(tmp_path):
+    def margin(model, x):
+        y = x[:, :4].argmax(1)
+        cosines = F.linear(F.normalize(x), F.normalize(model.weight))
+        return F.cross_entropy(64 * (cosines - 0.35 * F.one_hot(y, 4)), y)
+
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4, bias=False)
+    x = torch.randn(64, 8) * 0.1 + 3 * F.one_hot(torch.arange(64) % 4, 8)
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(200):
+            optimizer.zero_grad()
+            margin(model, x).backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert [one.rule for one in record.findings] == ["initial_loss"]
+    assert record.verdict.state == "healthy", record.verdict

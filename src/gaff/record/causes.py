@@ -19,7 +19,8 @@ from gaff.record.run_case import RunCase
 CERTAINTIES = ("certain", "likely", "possible")
 LEAST_GAIN = 0.2  # of what the best run gained over the first step, by which a change counts as what helps
 # Below which part of its first stretch a loss has got over what these say.
-_HARMLESS_BELOW = ((0.9, ("sparse_gradient",)), (0.5, ("saturated", "vanishing")), (0.01, ("dead_units",)))
+_HARMLESS_BELOW = ((0.9, ("sparse_gradient",)), (0.5, ("saturated", "vanishing")), (0.01, ("dead_units",)),
+                   (0.02, ("initial_loss",)))  # fmt: skip
 _LEAST_LR = 1e-6  # a weight of 1 changes by 6e-8 at the least, in float32
 _FIRST = 5
 _EARLY = 50  # steps in which a learning rate is warmed up, where it is

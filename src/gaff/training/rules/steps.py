@@ -194,16 +194,22 @@ def no_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
 def zero_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
     """100 % zeros in the gradient of a parameter (SageMaker Debugger, AllZero).
 
-    Not of a bias whose weight gets one: a loss that asks for differences alone, as a Wasserstein critic's, has none.
-    Nor where all losses of the step are zero that were not so at first: what has a margin is solved then.
+    Not of a bias whose weight gets one, or what that is made of (spectral_norm, weight_norm): a loss that asks for
+    differences alone, as a Wasserstein critic's, has none. Nor where all losses of the step are zero that were not so at first: what has a margin is solved then.
     """
     rows = {} if is_solved(sample, past) else sample.port("grad")
+    reached = {(key[0], _owner_of_weight(key[1])) for key, row in rows.items() if row.count and row.zeros < 1.0}
     for key, row in rows.items():
-        weight = rows.get((key[0], key[1].replace(".bias:grad", ".weight:grad"))) if "bias" in key[1] else None
-        if weight is not None and weight.count and weight.zeros < 1.0:
-            continue
-        if row.count and row.zeros == 1.0:
+        is_beside = key[1].endswith("bias:grad") and (key[0], key[1].removesuffix("bias:grad")) in reached
+        if row.count and row.zeros == 1.0 and not is_beside:
             yield Hit(key, elements=row.count)
+
+
+def _owner_of_weight(name: str) -> str:
+    """What the names of a module's parameters begin with, of one of its weight, or of what that is made of."""
+    owner, is_made, _ = name.partition("parametrizations.weight")
+    last = name.rpartition(".")[2]
+    return owner if is_made else name.removesuffix(last) if last.startswith("weight") else name
 
 
 @rule(
