@@ -87,6 +87,7 @@ def test_classes_of_a_ctc_loss_that_the_softmax_does_not_run_over(tmp_path, dim,
     assert is_right or verdict.name == "softmax_axis"
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
 @pytest.mark.parametrize("norm", ["", "spectral", "old spectral", "weight", "old weight"])
 def test_the_last_bias_of_a_critic_gets_none_whatever_its_weight_is_made_of(tmp_path, norm):
     wrap = {
