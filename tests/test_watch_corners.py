@@ -110,10 +110,7 @@ def test_unsigned_targets_are_looked_at(tmp_path, dtype):
         for _ in range(3):
             optimizer.zero_grad()
             targets = torch.arange(8).to(dtype)[:, None]
-            try:
-                torch.nn.functional.mse_loss(model(torch.randn(8, 4)), targets).backward()
-            except (RuntimeError, NotImplementedError):
-                pytest.skip("torch computes no such loss")
+            torch.nn.functional.mse_loss(model(torch.randn(8, 4)), targets).backward()
             optimizer.step()
     assert watch.failure is None
 

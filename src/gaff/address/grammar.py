@@ -64,6 +64,15 @@ class Site:
     def __str__(self) -> str:
         return _print_site(self)
 
+    @property
+    def inside(self) -> tuple[object, ...]:
+        """What tells two sites of one module, or of one parameter, apart."""
+        return self.port, self.key, self.call, self.op, self.op_index
+
+    def owner(self, name: str) -> str:
+        """The path of the module here; of a parameter or buffer (``name``) that of the module that owns it."""
+        return self.path.removesuffix(name).removesuffix(".") if name else self.path
+
 
 @dataclass(frozen=True, slots=True)
 class Name:

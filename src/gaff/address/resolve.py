@@ -189,12 +189,7 @@ def identity(module: nn.Module, name: str, site: Site) -> tuple[object, ...]:
     ``module`` and ``name`` are those of a ``Found``. Made of object identities: valid as long as the model lives.
     """
     owned = module._buffers if site.port == "buffer" else module._parameters
-    return within(id(owned.get(name) if name else module), site)
-
-
-def within(owner: object, site: Site) -> tuple[object, ...]:
-    """The same for a known ``owner``, by which another site of one module begins, too."""
-    return owner, site.port, site.key, site.call, site.op, site.op_index
+    return id(owned.get(name) if name else module), *site.inside
 
 
 def first_name(model: nn.Module, path: str) -> str:
@@ -203,11 +198,6 @@ def first_name(model: nn.Module, path: str) -> str:
     if found is None:
         return path
     return next(name for name, module, _ in iter_modules(model) if module is found[0])
-
-
-def owner_path(site: Site, name: str) -> str:
-    """The path of the module at a site; of a parameter or buffer (``name``) that of the module that owns it."""
-    return site.path.removesuffix(name).removesuffix(".") if name else site.path
 
 
 def is_there(found: Found) -> bool:
@@ -233,8 +223,7 @@ def place_of(found: Found) -> tuple[dict[str, nn.Module | None], str, nn.Module 
     The children are the parent's own dictionary: by one look-up in it a caller sees later whether the module has been
     replaced. Not for the root, which hangs nowhere.
     """
-    path = owner_path(found.site, found.name)
-    inside, name = found.chain[-1]._modules, path.rpartition(".")[2]
+    inside, name = found.chain[-1]._modules, found.site.owner(found.name).rpartition(".")[2]
     return inside, name, inside.get(name)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from gaff.address.grammar import WEIGHTS, Site, fits_op, parse_site
 from gaff.address.nested import iter_deep, shape_text
-from gaff.address.resolve import is_container, iter_modules, need_initialised, need_module, owner_path
+from gaff.address.resolve import is_container, iter_modules, need_initialised, need_module
 from gaff.errors import PlanError, SiteError
 from gaff.inspection.op_log import OpRow, list_ops
 from gaff.inspection.tracer import trace_run
@@ -128,11 +128,11 @@ def list_sites(model: nn.Module, what: Sequence[Any], inputs: dict[str, Any], *,
         listed: list[ModuleRow | OpRow] = []
         for item in found:
             site = item.found.site
-            inside = by_module.get(owner_path(site, item.found.name), [])
+            inside = by_module.get(site.owner(item.found.name), [])
             if site.op is not None:
                 listed += [row for row in inside if _names_op(site, row)]
             else:
-                listed += [_renamed(by_path[owner_path(site, item.found.name)], str(site)), *inside]
+                listed += [_renamed(by_path[site.owner(item.found.name)], str(site)), *inside]
         if not listed:
             raise SiteError(
                 f"no op that {', '.join(map(repr, patterns))} names ran; see gaff.sites(model, x, ops=True)"

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from gaff.address.grammar import GRADIENT_PORTS, Site
 from gaff.address.nested import first_tensor
-from gaff.address.resolve import within
 from gaff.compat import checkpoints, elements, memory
 from gaff.edits.event import Edit, Event, uses_event
 from gaff.edits.places import Skip, When, holds
@@ -229,7 +228,7 @@ class EditedSite(Stream):
 
         ``known`` is that of another pattern for the same op; it edits, too, so it is not taken instead.
         """
-        place = within(self.place[0], site)
+        place = self.place[0], *site.inside  # as of an exact address of that op
         new = EditedSite(self.pattern, site, place, self.edit, self.family, self.family.number(site, None))
         new.switch = self.switch
         self.spawned.append(new)
