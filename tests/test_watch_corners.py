@@ -140,3 +140,11 @@ def test_a_place_that_a_rule_names_twice_in_a_look_counts_once(tmp_path):
                 optimizer.step()
             found = [one for one in watch.findings if one.rule == "targets_no_signs"]
             assert [one.share for one in found] == ([1.0] if steps == 3 else [])
+
+
+def test_attempts_that_fail_one_after_another_come_to_an_end(tmp_path):
+    saver = BatchSaver(tmp_path / "gone" / "run")
+    for step in range(8):
+        with pytest.raises(FileNotFoundError):
+            saver.keep(step, "nonfinite", "model", Tied(), batch())
+    assert saver.keep(8, "nonfinite", "model", Tied(), batch()) is None

@@ -58,6 +58,13 @@ def comparable(tensor: Tensor) -> Tensor:
     return tensor.to(torch.int64) if tensor.dtype in _SIGNED else tensor
 
 
+def both(one: Any, other: Any) -> Any:
+    """Whether two truth values hold, each a bool or a tensor of dimension 0; these may lie on different devices, as
+    where a model is spread over several, and are not waited for."""
+    is_apart = isinstance(one, Tensor) and isinstance(other, Tensor) and one.device != other.device
+    return one & (other.to(one.device) if is_apart else other)
+
+
 def dtype_named(name: str) -> torch.dtype:
     """The dtype of that name, with or without ``torch.``. Raises ValueError where there is none."""
     found = getattr(torch, str(name).removeprefix("torch."), None)

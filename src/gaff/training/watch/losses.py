@@ -194,7 +194,7 @@ class Losses:
             before = self.facts.get(_BY_HAND, {})
             for length, told in found.get(_BY_HAND, {}).items():
                 known = before.get(length, told)
-                found[_BY_HAND][length] = {how: one & known[how] for how, one in told.items()}
+                found[_BY_HAND][length] = {how: elements.both(one, known[how]) for how, one in told.items()}
             found[_BY_HAND] = {**before, **found.get(_BY_HAND, {})}
         if self._graphs.are_inside(tensor if named is None else named):
             found["holds"] = name

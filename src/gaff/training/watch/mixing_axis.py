@@ -92,7 +92,7 @@ def _seen(softmaxes: Iterable[tuple[Any, int]]) -> dict[int, dict[str, Tensor]]:
                     after = weights.diagonal(1, -2, -1)
                     told = {"sees": (after > 0).all(), "hides": (after == 0).all()}
                     known = found.get(shape[-1], told)
-                    found[shape[-1]] = {name: one & known[name] for name, one in told.items()}
+                    found[shape[-1]] = {name: elements.both(one, known[name]) for name, one in told.items()}
     return found
 
 

@@ -20,6 +20,7 @@ from gaff.errors import PlanError, RecordError
 from gaff.inspection.nonfinite.rerun import Batch
 
 FOLDER = "batches"
+_MOST_FAILED = 8  # attempts that fail one after another, of which each copies the model, until no more is made
 _MOST = 4  # of one run: the first ones tell most
 # What a file that somebody else has written may lead to.
 _DAMAGES = (OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, RuntimeError,
@@ -84,15 +85,17 @@ class BatchSaver:
         self._folder = folder / FOLDER
         self.notes: list[str] = []
         self._written: set[tuple[int, str]] = set()
+        self._left = _MOST_FAILED
 
     def keep(self, step: int, why: str, name: str, model: nn.Module, batch: Batch) -> Path | None:
         """Write a batch with the weights, buffers and modes of ``model``, as they are now, and return the file's path.
 
-        None where the batch of this step was kept for the same reason already, or where there are four. ``name`` is
+        None where the batch of this step was kept for the same reason already, where there are four, or where eight attempts have failed. ``name`` is
         that of the model in the record. All tensors are copied to the CPU for it. Raises OSError when the disk is full.
         """
-        if (step, why) in self._written or len(self._written) >= _MOST:
+        if (step, why) in self._written or len(self._written) >= _MOST or not self._left:
             return None
+        self._left -= 1
         tensors: dict[str, Tensor] = {}
         structure = _packed((list(batch.args), batch.kwargs), "input", tensors, self.notes)
         for at, state in enumerate(batch.random):
@@ -115,6 +118,7 @@ class BatchSaver:
         plain = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
         save_file(plain, str(path), metadata={"gaff": json.dumps({**told, "aliases": aliases})})
         self._written.add((step, why))
+        self._left = _MOST_FAILED
         return path
 
 

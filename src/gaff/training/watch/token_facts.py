@@ -8,7 +8,6 @@ batch that begin with the same token and go on with another must have the same o
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 import torch
@@ -110,8 +109,8 @@ class TokenFacts:
         queries, keys = query.shape[-2], key.shape[-2]
         if queries == keys >= _LEAST:
             sees, is_hidden = _sees_next(mask, queries, is_causal=is_causal)
-            self._sees[queries] = sees & self._sees.get(queries, True)
-            self._hides[queries] = is_hidden & self._hides.get(queries, True)
+            self._sees[queries] = elements.both(sees, self._sees.get(queries, True))
+            self._hides[queries] = elements.both(is_hidden, self._hides.get(queries, True))
 
     def take(self) -> dict[str, Any]:
         """The facts of the step; empty where no target was compared."""
@@ -148,7 +147,7 @@ class TokenFacts:
     def _over(lengths: tuple[int, ...], known: dict[int, Any]) -> Any:
         """What holds of all attention over so many positions; None where there was none."""
         found = [known[length] for length in lengths if length in known]
-        return functools.reduce(operator.and_, found) if found else None
+        return functools.reduce(elements.both, found) if found else None
 
 
 def _random_state(device: torch.device) -> list[Tensor] | None:
