@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import torch
 from torch import Tensor

@@ -195,7 +195,8 @@ def zero_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
     """100 % zeros in the gradient of a parameter (SageMaker Debugger, AllZero).
 
     Not of a bias whose weight gets one, or what that is made of (spectral_norm, weight_norm): a loss that asks for
-    differences alone, as a Wasserstein critic's, has none. Nor where all losses of the step are zero that were not so at first: what has a margin is solved then.
+    differences alone, as a Wasserstein critic's, has none. Nor where all losses of the step are zero that were not so
+    at first: what has a margin is solved then.
     """
     rows = {} if is_solved(sample, past) else sample.port("grad")
     reached = {(key[0], _owner_of_weight(key[1])) for key, row in rows.items() if row.count and row.zeros < 1.0}

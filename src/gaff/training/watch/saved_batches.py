@@ -90,8 +90,9 @@ class BatchSaver:
     def keep(self, step: int, why: str, name: str, model: nn.Module, batch: Batch) -> Path | None:
         """Write a batch with the weights, buffers and modes of ``model``, as they are now, and return the file's path.
 
-        None where the batch of this step was kept for the same reason already, where there are four, or where eight attempts have failed. ``name`` is
-        that of the model in the record. All tensors are copied to the CPU for it. Raises OSError when the disk is full.
+        None where the batch of this step was kept for the same reason already, where there are four, or where eight
+        attempts have failed. ``name`` is that of the model in the record. All tensors are copied to the CPU for it.
+        Raises OSError when the disk is full.
         """
         if (step, why) in self._written or len(self._written) >= _MOST or not self._left:
             return None
