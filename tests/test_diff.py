@@ -1190,3 +1190,44 @@ def test_a_pair_that_was_given_by_hand_is_compared_though_the_end_agrees():
     assert found.first.delta == pytest.approx(0.5, rel=0.05)
     with pytest.raises(gaff.PlanError, match="expected a dict, such as"):
         gaff.diff(*traces, pairs={"f": 5})
+
+
+class Pair(nn.Module):
+    """Returns whole numbers and others, in either order."""
+
+    def __init__(self, label=0, *, is_whole_first=False, is_flipped=False):
+        super().__init__()
+        self.fc = nn.Linear(512, 8, bias=False)
+        self.label, self.is_whole_first, self.is_flipped = label, is_whole_first, is_flipped
+
+    def forward(self, x):
+        made = x.flip(1) @ self.fc.weight.flip(1).T if self.is_flipped else x @ self.fc.weight.T
+        whole = torch.arange(8) == self.label
+        return (whole, made) if self.is_whole_first else (made, whole)
+
+
+@pytest.mark.parametrize("is_whole_first", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_numbers_do_not_round_and_others_do_wherever_they_stand(is_whole_first, dtype):
+    torch.manual_seed(0)
+    weights, x = Pair().state_dict(), torch.randn(4, 512).to(dtype)
+    traces = []
+    for given in ({}, {"is_flipped": True}, {"label": 1}):
+        model = Pair(is_whole_first=is_whole_first, **given).to(dtype)
+        model.load_state_dict(weights)
+        traces.append(gaff.trace(model, x))
+    assert not gaff.diff(*traces[:2])  # another order of a sum
+    found = gaff.diff(traces[0], traces[2])
+    assert found
+    assert (found.first.state, found.first.tolerance) == ("parted", 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_token_of_two_thousand_is_another_input(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5000, 8), nn.Linear(8, 8)).to(dtype)
+    ids = torch.randint(5000, (1, 2048))
+    other = ids.clone()
+    other[0, 7] += 1
+    assert "they were given different inputs" in str(gaff.diff(gaff.trace(model, ids), gaff.trace(model, other)))
+    assert not gaff.diff(gaff.trace(model, ids), gaff.trace(model, ids.int()))  # the same numbers

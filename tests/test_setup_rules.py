@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gaff
 from gaff.engine.process.functions import LOSSES
-from gaff.record.run import _case
+from gaff.record.trainings import cases
 from gaff.training.watch import step_facts
 
 STEPS = 40
@@ -589,7 +589,7 @@ def test_a_weighted_loss_is_held_to_the_guess_with_its_weights(tmp_path):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    guess = _case(gaff.load(tmp_path / "run")).guess
+    guess = cases(gaff.load(tmp_path / "run"))[0].guess
     assert guess["loss"] == pytest.approx(math.log(3), rel=0.01)  # inverse frequencies make all classes alike
 
 

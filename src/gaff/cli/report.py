@@ -156,7 +156,7 @@ def _live(options: argparse.Namespace) -> int:
 
 def to_json(record: Record) -> dict[str, Any]:
     """Everything that a program may want of a run; NaN is written as null."""
-    from gaff.record.run import teller_of
+    from gaff.record.trainings import teller_of
     from gaff.views import run_text
 
     return {

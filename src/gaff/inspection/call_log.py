@@ -448,7 +448,9 @@ def fingerprint_of(marks: TensorMarks | None) -> Fingerprint:
     if marks is None:
         return Fingerprint()
     odd = int(marks.odd.item())
-    return Fingerprint(f"{marks.digest.item():x}", tuple(marks.sketch.tolist()), f"{odd:x}" if odd else "")
+    whole = f"{marks.whole.item():x}" if marks.whole is not None else ""
+    return Fingerprint(f"{marks.digest.item():x}", tuple(marks.sketch.tolist()), f"{odd:x}" if odd else "", whole,
+                       ", ".join(marks.types))  # fmt: skip
 
 
 def shapes_text(value: Any) -> str:

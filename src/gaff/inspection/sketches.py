@@ -37,11 +37,17 @@ _SPREAD = 0x1E3779B97F4A7C15  # a large odd number without structure: its produc
 
 
 class TensorMarks(NamedTuple):
-    """What stands for some tensors, on their device. ``odd``: the digest of what is not finite, 0 where all is."""
+    """What stands for some tensors, on their device. ``odd``: the digest of what is not finite, 0 where all is.
+
+    ``whole``: the digest of those of whole numbers and truth values, by value, None without any; ``types``: the names
+    of the types of all others.
+    """
 
     digest: Tensor
     sketch: Tensor
     odd: Tensor
+    whole: Tensor | None = None
+    types: tuple[str, ...] = ()
 
 
 def marks_of(tensors: Sequence[Tensor]) -> TensorMarks | None:
@@ -50,16 +56,28 @@ def marks_of(tensors: Sequence[Tensor]) -> TensorMarks | None:
     All stay on the device, and nothing waits for it. The order counts: each further sketch is turned by its place, and
     digests are combined as a polynomial.
     """
-    known = [plain for tensor in tensors if (plain := readable(tensor)) is not None]
+    given = [(tensor.dtype, plain) for tensor in tensors if (plain := readable(tensor)) is not None]
+    known = [plain for _, plain in given]
     if not known:
         return None
+    types = tuple(sorted({str(one).removeprefix("torch.") for one, _ in given if _rounds(one)}))
+    whole: Tensor | None = None
+    for dtype, plain in given:
+        if not _rounds(dtype):
+            further = digest(plain.to(torch.int64))
+            whole = further if whole is None else whole * 31 + further
     bits = digest(known[0])
     total, odd = sketch(known[0])
     for at, tensor in enumerate(known[1:], 1):
         bits = bits * 31 + digest(tensor)
         further, more = sketch(tensor)
         total, odd = total + further.roll(at), odd * 31 + more
-    return TensorMarks(bits, total, odd)
+    return TensorMarks(bits, total, odd, whole, types)
+
+
+def _rounds(dtype: torch.dtype) -> bool:
+    """Whether numbers of a type are rounded, as whole numbers and truth values are not."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def readable(tensor: Tensor) -> Tensor | None:

@@ -173,4 +173,5 @@ def _fingerprint(told: Any) -> Fingerprint:
     """What stands for the inputs, of a dict in JSON; format 2 had the digest alone, as text."""
     if isinstance(told, str):
         return Fingerprint(told)
-    return Fingerprint(str(told["digest"]), tuple(map(float, told["sketch"])), str(told["odd"]))
+    return Fingerprint(str(told["digest"]), tuple(map(float, told["sketch"])), str(told["odd"]),
+                       str(told.get("whole", "")), str(told.get("types", "")))  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gaff.record.experiments import KINDS
 from gaff.record.finding import Finding, evidence_of, is_of_all, origin_of, told_of
@@ -83,8 +83,9 @@ def claims(case: RunCase) -> list[Claim]:
     if case.optimizers > 1 and not case.evaluated.losses:
         case = case.without("train_mode_in_eval")  # an adversary's samples
     found = [claim for ask in _CAUSES if (claim := ask(case)) is not None and not _is_refuted(claim, case)]
+    found = [replace(one, since=case.began) if one.since == 0 else one for one in found]  # of a later training
     follow = {name for one in found for name in one.explains}
-    found.sort(key=lambda one: (CERTAINTIES.index(one.certainty), case.steps if one.since is None else one.since,
+    found.sort(key=lambda one: (CERTAINTIES.index(one.certainty), math.inf if one.since is None else one.since,
                                 one.name in follow))  # fmt: skip
     explained = {rule for one in found[:1] if one.certainty != "possible" for rule in one.explains}
     found = [one for at, one in enumerate(found) if not at or one.name not in explained]
@@ -276,7 +277,7 @@ def steps_too_large(case: RunCase) -> Claim | None:
     jump = case.jump
     harm = case.found("diverging", "exploding", "dead_units", "saturated", "no_signal", "output_constant")
     is_lost = jump is not None and not _has_learned(case, jump[1] / jump[2]) and _stays_up(case, *jump)
-    if any(one.rule in ("no_signal", "output_constant") and not one.since for one in case.findings):
+    if any(one.rule in ("no_signal", "output_constant") and one.since <= case.began for one in case.findings):
         return None  # no consequence of steps: it was there before the first one
     has_converged = case.loss is not None and case.loss[1].last < 0.1 * case.loss[1].start
     if rise is None and broken is None and (harm is None or has_converged) and not is_lost:
@@ -292,7 +293,7 @@ def steps_too_large(case: RunCase) -> Claim | None:
         told.append(evidence_of(large))
     rate, warmed = _rate(case)
     rate = case.lr.highest_from(began) if warmed and case.lr is not None else rate
-    early = rise is not None and rise[1] < _EARLY and not warmed and rate is not None
+    early = rise is not None and rise[1] < case.began + _EARLY and not warmed and rate is not None
     told += [f"the learning rate was {rate:.3g} from the first step on"] if early else []
     text = "the steps are too large" if rate is None else f"a learning rate of {rate:.3g} is too high"
     remedy = "divide the learning rate by 10" if rate is None else f"use a learning rate of {rate / 10:.2g} or less"
@@ -342,7 +343,9 @@ def not_finite(case: RunCase) -> Claim | None:
 def _breaks_by_scale(case: RunCase) -> bool:
     """Whether a loss begins far above guessing and is not finite soon, by numbers that overflow as far as is known."""
     finding = case.found("nonfinite")
-    return finding is not None and case.begins_far_above and finding.since <= _EARLY and _overflows(finding)
+    return (
+        finding is not None and case.begins_far_above and finding.since <= case.began + _EARLY and _overflows(finding)
+    )
 
 
 def _overflows(finding: Finding) -> bool:
@@ -361,7 +364,7 @@ def input_far_from_zero(case: RunCase) -> Claim | None:
     broken = case.found("nonfinite") if _breaks_by_scale(case) else None
     after = broken or case.found("saturated", "dead_units", "initial_loss", "exploding", "vanishing", "update_large",
                                  "diverging", "loss_spike", "init_imbalance", "zero_gradient")  # fmt: skip
-    rise = case.rise if case.rise is not None and case.rise[1] < _EARLY else None
+    rise = case.rise if case.rise is not None and case.rise[1] < case.began + _EARLY else None
     if finding is None or (after is None and rise is None):
         return None
     follows = evidence_of(after) if after is not None else _risen(*rise) if rise is not None else ""
@@ -377,7 +380,7 @@ def input_far_from_zero(case: RunCase) -> Claim | None:
 def input_is_lost(case: RunCase) -> Claim | None:
     """A model that returns the same for every example from its first steps on, and nothing has broken it before."""
     finding = case.found("input_constant") or _lost_at_once(case) or case.found("output_constant")
-    if finding is None or finding.since > _EARLY or "others" in finding.evidence:
+    if finding is None or finding.since > case.began + _EARLY or "others" in finding.evidence:
         return None
     if case.found("weight_decay_too_high", "nonfinite") is not None:
         return None
@@ -401,7 +404,7 @@ def _called(finding: Finding) -> float:
 def _lost_at_once(case: RunCase) -> Finding | None:
     """A layer that returns one number for all at the very first looks."""
     finding = case.found("no_signal")
-    return finding if finding is not None and finding.since <= _FIRST else None
+    return finding if finding is not None and finding.since <= case.began + _FIRST else None
 
 
 @cause

@@ -6,10 +6,8 @@ for each process a log ``*.gaff`` and a ring ``*.ring`` of its last steps. The r
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,12 @@ from typing import Any
 from gaff.address.grammar import nearest
 from gaff.errors import RecordError
 from gaff.record.absent import is_absent
-from gaff.record.curve import Curve
 from gaff.record.experiments import Experiments, compare, read_tried
-from gaff.record.factors import at_first_scale, factor_of, guesses
 from gaff.record.files import read_head, with_new
-from gaff.record.finding import SEVERITIES, Finding, by_severity
+from gaff.record.finding import SEVERITIES, Finding
 from gaff.record.flight import ENDING as RING
 from gaff.record.flight import Flight, read_left, read_ring
 from gaff.record.groups import error_of, failed_first, groups, helpers, left_before, only_group
-from gaff.record.label_order import label_order
 from gaff.record.part import RankPart
 from gaff.record.ranks import (
     divergence,
@@ -38,15 +33,13 @@ from gaff.record.ranks import (
     slow,
     together,
 )
-from gaff.record.run_case import Evaluations, RunCase, SingleSteps, Unstepped
-from gaff.record.sample import acts
 from gaff.record.statistics import DERIVED, value_of
-from gaff.record.verdict import STOPPED, Verdict, judge
+from gaff.record.trainings import cases, evaluated
+from gaff.record.verdict import STOPPED, Verdict, judge_all
 
 VERSION = 1
 HEAD = "run.json"
 ENDING = ".gaff"
-_AROUND = 10  # steps before and after a jump of a loss that causes are told of
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +122,10 @@ class Record:
     def verdict(self) -> Verdict:
         """What the run comes to, as far as it has come: its state, the cause, what shows it, since when.
 
-        Computed anew each time, from the findings of all processes and the losses of the first one at every step.
+        Computed anew each time, from the findings of all processes and the losses of the first one at every step; of
+        several trainings, one after the other, it is that of the worst.
         """
-        return judge(_case(self), _failure(self.head, self._parts))
+        return judge_all(cases(self), _failure(self.head, self._parts))
 
     @property
     def experiments(self) -> Experiments | None:
@@ -210,7 +204,7 @@ class Record:
 
     def evaluated(self, rank: int = 0) -> dict[str, tuple[tuple[int, float], ...]]:
         """The mean losses of evaluations, by the names of torch's functions, each with the steps made before it."""
-        return _evaluated(self.part(rank))
+        return evaluated(self.part(rank))
 
     def saved(self, rank: int = 0) -> tuple[tuple[int, str], ...]:
         """The files that ``torch.save`` has written: how many steps were made before, and the file as it was named."""
@@ -364,47 +358,6 @@ def _joined(model: str, address: str) -> str:
     return f"{model}{address}" if address.startswith((":", "[")) else f"{model}.{address}"
 
 
-def _case(record: Record) -> RunCase:
-    """A run as causes see it, by its first process that knows of a loss: in a pipeline that is the last stage."""
-    loss = next((name for name in record.scalars if name.startswith("loss:")), "")
-    part = record.part(teller_of(record, loss))
-    told = [(step, one) for step, one in part.events if one.get("kind") == "look" and one.get("phase") == "train"]
-    looks = [one for _, one in told]
-    optimizers = [one["optimizers"] for one in looks if isinstance(one.get("optimizers"), int)]
-    losses = {short: Curve.of(at_first_scale(short, record.scalar(f"loss:{short}", part.rank), told))
-              for name in record.scalars
-              if (short := name.removeprefix("loss:")) != name and name in part.series}  # fmt: skip
-    is_elsewhere = any(one.rule == "lr_zero" and one.rank != part.rank for one in record.findings)  # not of these rates
-    lr = Curve.of(record.scalar("lr", part.rank)) if "lr" in part.series and not is_elsewhere else None
-    norms = next((record.scalar(name, part.rank) for name in ("unclipped_norm", "grad_norm") if name in part.series),
-                 None)  # fmt: skip
-    is_search = lr is not None and _is_search(part, list(record.scalar("lr", part.rank)))
-    made = part.latest("made") or {}
-    seen = {} if made.get("steps", 1) else made
-    broken = str((part.latest("failure") or {}).get("error", ""))
-    unstepped = Unstepped(
-        int(seen.get("backwards", 0)), int(seen.get("others", 0)), bool(made.get("has_modules", True)), broken
-    )
-    tried = record.experiments
-    is_raised, last = any(one.get("is_raised") for one in looks), told[-1][0] if told else None
-    large = next((one for one in record.findings if one.rule == "first_steps_large"), None)
-    return RunCase(
-        by_severity(record.findings), record.steps, len(record.looks), losses, lr, guesses(told),
-        max(optimizers, default=1), tried if tried is None or not tried.goes_on else None, unstepped,
-        SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search, is_raised, last, large),
-        4 * sum(map(acts, looks)) > len(looks),
-        {name: factor_of(name, told) for name in losses},
-        Evaluations(record.evaluated(part.rank), *_how_evaluated(part, looks)),
-        _reach(looks),
-        label_order(told),
-    )  # fmt: skip
-
-
-def teller_of(record: Record, name: str) -> int:
-    """The first process that has told of a scalar such as ``loss:loss``; the first of all where none has."""
-    return next((rank for rank in record.ranks if name in record.part(rank).series), record.ranks[0])
-
-
 def norm_of_all(record: Record) -> Series:
     """The norm of all gradients of a run as a whole: of all parts where processes hold parts of the parameters.
 
@@ -415,40 +368,6 @@ def norm_of_all(record: Record) -> Series:
         return record.scalar("grad_norm", "all" if is_share else record.ranks[0])
     except RecordError:  # where each process has trained something of its own beside it
         return Series([], [])
-
-
-def _reach(looks: Iterable[Mapping[str, Any]]) -> tuple[float, float] | None:
-    """The usual least and largest target of a batch of a regression, by medians over the looks; None without one."""
-    told = [one["reach"] for one in looks if isinstance(one.get("reach"), list)]
-    return (statistics.median(low for low, _ in told), statistics.median(high for _, high in told)) if told else None
-
-
-def _is_search(part: RankPart, rates: list[tuple[int, float]]) -> bool:
-    """Whether models of one name were made one after the other, and the highest learning rates of them differ."""
-    made = [(step, str(one.get("name", ""))) for step, one in part.events if one.get("kind") == "model"]
-    names = {name for _, name in made}
-    begun = sorted(step for step, name in made if name.partition("#")[0] in names)
-    highest = [max((rate for step, rate in rates if first <= step < last), default=0.0)
-               for first, last in itertools.pairwise([*begun, 1 << 62])]  # fmt: skip
-    known = [one for one in highest if one > 0]
-    return len(known) > 1 and max(known) > 1.5 * min(known)
-
-
-def _around_jump(record: Record, part: RankPart) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Ten values of a loss from its jump on (``loss_spike``), and the learning rates of the ten steps up to it."""
-    jump = next((one for one in record.findings if one.rule == "loss_spike"), None)
-    names = [one for one in record.scalars if one.startswith("loss:") and one in part.series]
-    name = next(
-        (one for one in names if jump and f"the loss {one.removeprefix('loss:')!r} jumped" in jump.message), None
-    )
-    if jump is None or name is None:
-        return (), ()
-    losses = record.scalar(name, part.rank)
-    rates = record.scalar("lr", part.rank) if "lr" in part.series else ()
-    return (
-        tuple(value for step, value in losses if jump.since <= step < jump.since + _AROUND),
-        tuple(value for step, value in rates if jump.since - _AROUND <= step <= jump.since),
-    )
 
 
 def _failure(head: dict[str, Any], parts: list[RankPart]) -> str | None:
@@ -464,25 +383,6 @@ def _failure(head: dict[str, Any], parts: list[RankPart]) -> str | None:
     if not isinstance(code, int) or not code:
         return None
     return f"the command was ended by signal {-code}" if code < 0 else f"the command ended with exit code {code}"
-
-
-def _evaluated(part: RankPart) -> dict[str, tuple[tuple[int, float], ...]]:
-    """The losses of evaluations, by the names of torch's functions, each with its step."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for step, one in part.events:
-        if one.get("kind") == "evaluated":
-            for name, value in one["losses"].items():
-                found.setdefault(str(name), []).append((step, float(value)))
-    return {name: tuple(pairs) for name, pairs in found.items()}
-
-
-def _how_evaluated(part: RankPart, looks: Iterable[Mapping[str, Any]]) -> tuple[bool, bool]:
-    """Whether training and all evaluations have a cross entropy over the same classes, as far as their number tells;
-    and whether models were in evaluation mode whenever a loss of an evaluation was heard."""
-    trained = {int(one["among"]) for one in looks if "among" in one}
-    told = [one for _, one in part.events if one.get("kind") == "evaluated"]
-    is_alike = len(trained) == 1 and all(set(one.get("among", {}).values()) == trained for one in told)
-    return is_alike, bool(told) and all(one.get("in_training_mode") == 0 for one in told)
 
 
 def _tried(path: Path, known: dict[str, Any], name: str) -> tuple[list[float], dict[str, Any]]:

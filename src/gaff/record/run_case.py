@@ -20,7 +20,7 @@ class SingleSteps(NamedTuple):
     (``loss_spike``): ``losses``, ten of it from that step on, and ``rates``, the learning rates of ten steps up to it.
     ``is_search``: models are made one after the other, and trained with other learning rates; ``is_raised``: a loss is,
     by an optimizer with ``maximize=True``. ``last_look``: the last step that was looked at, None where it is not known;
-    ``large_at_first``: the finding that the first ones were large.
+    ``large_at_first``: the finding that the first ones were large; ``began``: the first of all.
     """
 
     norms: tuple[tuple[int, float], ...] = ()
@@ -30,6 +30,7 @@ class SingleSteps(NamedTuple):
     is_raised: bool = False
     last_look: int | None = None
     large_at_first: Finding | None = None
+    began: int = 0
 
 
 class Unstepped(NamedTuple):
@@ -71,7 +72,7 @@ class RunCase:
     agent, whose loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was
     multiplied by before its backward pass, NaN where that changed; ``evaluated``: what was heard of evaluations;
     ``reach``: the usual least and largest target of a batch, of squared and absolute errors, None without any;
-    ``order``: of labels, where the data comes in the order of them.
+    ``order``: of labels, where the data comes in the order of them. Steps are counted from the beginning of the run.
     """
 
     findings: tuple[Finding, ...]
@@ -89,6 +90,11 @@ class RunCase:
     evaluated: Evaluations = field(default_factory=Evaluations)
     reach: tuple[float, float] | None = None
     order: LabelOrder | None = None
+
+    @property
+    def began(self) -> int:
+        """The first step of what this is about: 0, or that of a training that came after another in the same run."""
+        return self.single.began
 
     def found(self, *rules: str) -> Finding | None:
         """The first finding of one of these rules, in the order of the rules; None where there is none."""
@@ -151,7 +157,7 @@ class RunCase:
         later = zip(self.lr.steps[at:], self.lr.values[at:], strict=True)
         fell = next(step for step, value in later if value < 0.5 * highest)
         then = curve.at(fell)
-        was_flat = then > 2 / 3 * curve.at(fell // 2)
+        was_flat = then > 2 / 3 * curve.at((self.began + fell) // 2)
         return was_flat and then < 0.5 * curve.start and curve.last > then - max(2 * curve.spread, 0.1 * then)
 
     @property
@@ -186,7 +192,7 @@ class RunCase:
             return None
         name, curve = self.loss
         rise = None if self.is_rescaled(name) else curve.rise()
-        is_easy = rise is not None and not rise[0] and max(curve.values) < 0.5 * self.guess.get(name, 0.0)
+        is_easy = rise is not None and rise[0] <= self.began and max(curve.values) < 0.5 * self.guess.get(name, 0.0)
         return None if rise is None or is_easy else (name, rise[0], min(curve.start, curve.lowest[1]), curve.last)
 
     @property

@@ -110,7 +110,8 @@ class Sample:
 
     ``rows`` has the numbers of activations and gradients of modules, and of each parameter's ``param``, ``grad`` and
     ``update``; its order is that in which they were first seen. ``ports`` is an index of ``rows`` that ``port`` makes
-    when it is first asked: rows that are added later are not in it.
+    when it is first asked: rows that are added later are not in it. ``age``: how many steps after the first look at the
+    same training this one is, as the judge notes it; a run may have several trainings, one after the other.
     """
 
     step: int
@@ -124,6 +125,10 @@ class Sample:
     loads: dict[Key, Load] = field(default_factory=dict)  # of mixtures of experts, by what their gate returned
     facts: dict[str, Any] = field(default_factory=dict)  # what holds for the step as a whole
     ports: dict[str, dict[Key, Numbers]] = field(default_factory=dict)  # filled when first asked for
+    age: int = -1
+
+    def __post_init__(self) -> None:
+        self.age = self.step if self.age < 0 else self.age
 
     @property
     def is_acting(self) -> bool:

@@ -36,12 +36,16 @@ class Fingerprint:
 
     ``digest`` is equal for equal bits, and empty where there is nothing to compare; the distance of two ``sketch``
     tells how far their tensors are apart. ``odd`` is equal where the same elements are NaN and infinite, and empty
-    where none is. In JSON they stand beside the other fields of what they are of.
+    where none is. ``whole`` is equal for equal whole numbers and truth values, which no rounding changes; ``types``
+    names the types of all other tensors. Both are empty where they were not written. In JSON they stand beside the
+    other fields of what they are of.
     """
 
     digest: str = ""
     sketch: tuple[float, ...] = ()
     odd: str = ""
+    whole: str = ""
+    types: str = ""
 
     def is_same_as(self, other: Fingerprint) -> bool:
         """Whether both stand for the same bits, as far as they could be read."""
@@ -177,7 +181,8 @@ def build_row(cls: type[_Row], data: dict[str, Any]) -> _Row:
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     if "fingerprint" in known:
         sketch = tuple(float(one) for one in data.pop("sketch", ()))
-        data["fingerprint"] = Fingerprint(data.pop("digest", ""), sketch, str(data.pop("odd", "")))
+        odd, whole, types = (str(data.pop(name, "")) for name in ("odd", "whole", "types"))
+        data["fingerprint"] = Fingerprint(data.pop("digest", ""), sketch, odd, whole, types)
     unknown = [name for name in data if name not in known]
     if unknown:
         raise ValueError(f"unknown field {unknown[0]!r} of {cls.__name__}")

@@ -141,7 +141,7 @@ def targets_far_from_zero(case: RunCase) -> Claim | None:
     began = [one.since for one in (harm,) if one is not None] + [one[1] for one in (case.rise,) if one is not None]
     low, high = case.reach or (0.0, 0.0)
     farthest = max(abs(low), abs(high))
-    latest = math.inf if farthest > _VERY_FAR and case.found("exploding") is not None else _EARLY
+    latest = math.inf if farthest > _VERY_FAR and case.found("exploding") is not None else case.began + _EARLY
     is_harmed = case.jump is not None or any(step <= latest for step in began)
     if case.loss is None or farthest < _FAR or not is_harmed or case.is_acting:
         return None

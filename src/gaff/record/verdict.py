@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gaff.record import confirmed, jumps, unlearned  # noqa: F401  # their causes are registered by this
@@ -19,6 +19,7 @@ from gaff.record.experiments import KINDS
 from gaff.record.run_case import RunCase
 
 STATES = ("failed", "wrong", "suspicious", "not enough", "healthy")  # worst first
+_ILL = ("wrong", "suspicious")
 _LEAST_STEPS = 20
 LEAST_LOOKS = 5
 _NO_FALL = 1.5  # times the first stretch of a loss that ends there; chosen
@@ -72,6 +73,37 @@ class Verdict:
 
 
 STOPPED = "the run was stopped by Ctrl-C"
+
+
+def judge_all(cases: Sequence[RunCase], failure: str | None = None) -> Verdict:
+    """The verdict of a run with one training or more, one after the other: that of the worst, of these the first.
+
+    What else is wrong, in other trainings, is told among its alternatives. ``failure``: as ``judge`` has it; what was
+    seen before is then told of the last training.
+    """
+    if failure is not None or len(cases) == 1:
+        return judge(cases[-1], failure)
+    told = [judge(one) for one in cases]
+    worst = min(told, key=lambda one: STATES.index(one.state) if one.state in _ILL else len(STATES))
+    at = told.index(worst)
+    if worst.state in _ILL:
+        others = [one for place, one in enumerate(told) if one.state in _ILL and place != at]
+        more = tuple(Alternative(one.name, one.cause, one.experiments) for one in others)
+        return replace(worst, cause=f"{worst.cause}{_in_training(cases[at])}",
+                       alternatives=(*worst.alternatives, *more))  # fmt: skip
+    if all(one.state == "not enough" for one in told):
+        return max(zip(cases, told, strict=True), key=lambda one: one[0].steps)[1]
+    steps, looks = sum(one.steps for one in cases), sum(one.looks for one in cases)
+    parts = [f"from step {case.began} on {_of_loss(case)}" if one.state == "healthy" else
+             f"{one.cause}{_in_training(case)}" for case, one in zip(cases, told, strict=True)]  # fmt: skip
+    seen = f"nothing wrong was found in {steps} steps, of which {looks} were looked at"
+    return Verdict("healthy", "; ".join([seen, *parts]))
+
+
+def _in_training(case: RunCase) -> str:
+    """Of which training of a run a verdict is told, to be added to it."""
+    loss = f", of the loss {case.loss[0]!r}" if case.loss is not None else ""
+    return f" (in the training from step {case.began} on{loss})"
 
 
 def judge(case: RunCase, failure: str | None = None) -> Verdict:
@@ -188,11 +220,21 @@ def _judged(case: RunCase) -> str:
         span = f"from {case.lr.values[0]:.3g} to {case.lr.values[-1]:.3g}"
         return f"a search for a learning rate, which rises {span} all the way: a loss that breaks at its end is meant"
     seen = f"nothing wrong was found in {case.steps} steps, of which {case.looks} were looked at"
+    return f"{seen}{_rest_unseen(case)}; {_of_loss(case)}"
+
+
+def _rest_unseen(case: RunCase) -> str:
+    """That no step of the second half was looked at, to be added; empty where one was."""
     last = case.single.last_look
-    if last is not None and last < case.steps // 2:
-        seen += f", none after step {last} (more with every=, --every): later ones by their loss alone"
+    if last is None or last >= case.began + case.steps // 2:
+        return ""
+    return f", none after step {last} (more with every=, --every): later ones by their loss alone"
+
+
+def _of_loss(case: RunCase) -> str:
+    """What the loss of a training has come to in which nothing is wrong, and that of evaluations."""
     if case.loss is None:
-        return f"{seen}; no loss was seen"
+        return "no loss was seen"
     name, curve = case.loss
     factor = case.factors.get(name, 1.0)
     times = f" (multiplied by {factor:.3g} before its backward pass)" if factor != 1.0 else ""
@@ -200,7 +242,7 @@ def _judged(case: RunCase) -> str:
         times = " (multiplied by other numbers later than at first before its backward pass: no values to compare)"
     began = f"{curve.start:.4g}, and up to {curve.early_peak[1]:.4g} at step {curve.early_peak[0]}," \
         if curve.first > 2 * curve.start > 0 else f"about {curve.first:.4g}"  # fmt: skip
-    told = f"{seen}; the loss {name!r}{times} went from {began} to {_end_of(curve)}"
+    told = f"the loss {name!r}{times} went from {began} to {_end_of(curve)}"
     if not case.successors and curve.last > _NO_FALL * curve.first > 0 and curve.spread > 0.5 * curve.first:
         told += f", which is no fall: single steps differ by {curve.spread:.3g} from the ones around them"
     if case.is_acting and curve.last > curve.first > 0:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gaff.record.finding import Finding
-from gaff.record.run import Record, norm_of_all, teller_of
+from gaff.record.run import Record, norm_of_all
 from gaff.record.summary import summary_of
+from gaff.record.trainings import teller_of
 from gaff.views.notebook import Cell, Shown, cell, colored, safe, sparkline_image, table_html
 from gaff.views.run_text import ODD_VALUES, gradient_of, last_rms, next_commands, number, series_of
 

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gaff.record.finding import Finding
-from gaff.record.run import Record, Series, norm_of_all, teller_of
+from gaff.record.run import Record, Series, norm_of_all
 from gaff.record.summary import summary_of
+from gaff.record.trainings import teller_of
 from gaff.record.verdict import LEAST_LOOKS
 from gaff.views.text import counted, table
 from gaff.views.trials_text import trials_table

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gaff.inspection.diff.difference import ROUNDOFF, DiffRow, elements_of
-from gaff.record.trace_rows import CallRow, ParameterRow
+from gaff.record.trace_rows import CallRow, Fingerprint, ParameterRow
 
 LITTLE = 2.0**-60  # a difference too small to be told
 _MOST = 0.1  # of what passes, however many roundings there were; chosen
@@ -42,12 +42,29 @@ class Drift(NamedTuple):
         return self._replace(calls=self.calls + 1, roundoff=max(self.roundoff, _coarsest(calls)))
 
 
-def _coarsest(rows: Sequence[CallRow | ParameterRow]) -> float:
+Numbers = CallRow | ParameterRow | Fingerprint  # what may be compared
+
+
+def _types(row: Numbers) -> list[str]:
+    """The names of the types in a row that are rounded, or of its only one; an older trace tells that of the first."""
+    known = row if isinstance(row, Fingerprint) else getattr(row, "fingerprint", Fingerprint())
+    if known.types or isinstance(row, Fingerprint):
+        return known.types.split(", ") if known.types else [_WHOLE[0]]
+    return [row.dtype]
+
+
+def _coarsest(rows: Sequence[Numbers]) -> float:
     """The unit roundoff of the coarsest type of some rows."""
-    return max((ROUNDOFF.get(row.dtype, 2.0**-24) for row in rows), default=2.0**-24)
+    return max((ROUNDOFF.get(one, 2.0**-24) for row in rows for one in _types(row)), default=2.0**-24)
 
 
-def allowance(tolerance: float | None, drift: Drift, *rows: CallRow | ParameterRow) -> float:
+def _whole(rows: Sequence[Numbers]) -> set[str]:
+    """What stands for the whole numbers and truth values in some rows, as far as it was written."""
+    marks = [row if isinstance(row, Fingerprint) else getattr(row, "fingerprint", Fingerprint()) for row in rows]
+    return {one.whole for one in marks if one.whole}
+
+
+def allowance(tolerance: float | None, drift: Drift, *rows: Numbers) -> float:
     """The relative difference that rounding explains; ``tolerance`` itself where it is given.
 
     Where all bits are the same so far there is one call's rounding to explain, however deep the model is. The unit
@@ -55,7 +72,7 @@ def allowance(tolerance: float | None, drift: Drift, *rows: CallRow | ParameterR
     chosen, and four times as many of float32 and float64, in which sums of thousands are kept (of half precision they
     are kept in float32, and the result is rounded once). However deep a model is, that is a tenth at the most, or two
     roundings of a type that is coarser: ports of 48 blocks in bfloat16 are 3 % apart. Whole numbers and truth values do
-    not round.
+    not round: where these differ, nothing is allowed for.
 
     Of half precision a gradient that came through kinks may be farther off: of numbers that rounding moves by a share e
     about as many lie that near to 0, where it opens or shuts a ReLU, and each of these is wrong as a whole. That is
@@ -63,8 +80,11 @@ def allowance(tolerance: float | None, drift: Drift, *rows: CallRow | ParameterR
     """
     if tolerance is not None:
         return tolerance
-    if rows and all(row.dtype.startswith(_WHOLE) for row in rows):
-        return 0.0 if len({row.dtype for row in rows}) == 1 else LITTLE
+    whole, types = _whole(rows), {one for row in rows for one in _types(row)}
+    if len(whole) > 1:
+        return 0.0
+    if types and all(one.startswith(_WHOLE) for one in types):
+        return 0.0 if len(types) == 1 and not whole else LITTLE
     roundoff = max(drift.roundoff, _coarsest(rows))
     flips = 2.0 * math.sqrt(roundoff * drift.steps) if drift.has_kinks and roundoff > _HALF else 0.0
     walked = (_OFTEN if roundoff > _HALF else _SUMMED) * roundoff * drift.steps

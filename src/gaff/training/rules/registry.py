@@ -116,7 +116,7 @@ class LossScales:
 
 @dataclass(slots=True)
 class Past:
-    """What earlier looks have seen, for rules that compare. Rules read it; only the judge writes."""
+    """What earlier looks at one training have seen, for rules that compare. Rules read it; only the judge writes."""
 
     looks: int = 0  # at training steps
     acting: int = 0  # of them, at steps of what acts (``Sample.is_acting``)

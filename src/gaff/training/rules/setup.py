@@ -131,7 +131,7 @@ def symmetric_units(sample: Sample, past: Past) -> Iterator[Hit]:
     """In the first two steps most weights, two or more, have one number for all their elements; those that are frozen
     count among the others, and tell units apart. Embeddings count in models without any other weight. Not layers of
     which none can stand behind another, by their numbers of inputs and units, such as heads side by side."""
-    if sample.step > 1:  # of a model that runs inside of the step alone nothing is known in the first
+    if sample.age > 1:  # of a model that runs inside of the step alone nothing is known in the first
         return
     alike: dict[str, list[Key]] = {}
     count: dict[str, int] = {}

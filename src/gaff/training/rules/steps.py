@@ -107,7 +107,7 @@ def not_owned(sample: Sample, past: Past) -> Iterator[Hit]:
     judges, counts where its weights lie as torch initialises them: nobody has trained it yet. So do tensors that are
     attributes of modules. What is written to by hand, as copies in half precision are, is left out."""
     trained = {key[0] for key, one in sample.parameters.items() if one.optimizer is not None}
-    if sample.step < 2:
+    if sample.age < 2:
         return
     for key, one in sample.parameters.items():
         if one.optimizer is None and one.requires_grad and one.has_grad and key[0] in trained:
@@ -341,7 +341,7 @@ def update_large(sample: Sample, past: Past) -> Iterator[Hit]:
     """
     if any(has_fallen(past, name, 0.5) for name in past.losses):
         return
-    for key, ratio, tensors in _largest_updates(sample, 0.1) if sample.step >= 3 else ():
+    for key, ratio, tensors in _largest_updates(sample, 0.1) if sample.age >= 3 else ():
         yield Hit(key, update_ratio=ratio, lr=sample.parameters[key].lr, weight_tensors=tensors)
 
 
@@ -357,7 +357,7 @@ def update_large(sample: Sample, past: Past) -> Iterator[Hit]:
 def first_steps_large(sample: Sample, past: Past) -> Iterator[Hit]:
     """rms(update) / rms(weight) above 0.3 in more than half of the weights, in two looks at the first ten steps. As for
     ``update_large``, parameters of one dimension and embeddings are left out."""
-    for key, ratio, _ in _largest_updates(sample, 0.3) if sample.step <= 10 else ():
+    for key, ratio, _ in _largest_updates(sample, 0.3) if sample.age <= 10 else ():
         yield Hit(("", ""), update_ratio=ratio, lr=sample.parameters[key].lr)
 
 

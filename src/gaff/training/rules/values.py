@@ -324,7 +324,7 @@ def init_imbalance(sample: Sample, past: Past) -> Iterator[Hit]:
 
     Of one whose bias is most of what it returns the spread counts: last layers may begin at their targets' mean.
     """
-    if past.looks > 1 or sample.step > 1:
+    if past.looks > 1 or sample.age > 1:
         return
     scales: dict[str, float] = {}
     for key, row in sample.port("output").items():
@@ -352,7 +352,7 @@ def init_imbalance(sample: Sample, past: Past) -> Iterator[Hit]:
 def initial_loss(sample: Sample, past: Past) -> Iterator[Hit]:
     """Cross entropy above twice ln(classes) + 1 at step 0 (TheDeepChecker); fine-tuned models begin below it."""
     classes = sample.facts.get("classes")
-    if past.looks > 1 or sample.step or not classes:
+    if past.looks > 1 or sample.age or not classes:
         return
     name, expected = classes["loss"], classes.get("times", 1.0) * math.log(classes["count"])
     factor = sample.facts.get("factor", {})
@@ -415,11 +415,11 @@ def eval_drift(sample: Sample, past: Past) -> Iterator[Hit]:
     Compared is with the latest look at training, if that was in the second half of the run so far. By what the rms has
     changed from the look before to that one it may have changed on to the evaluation, which is allowed for.
     """
-    if sample.step < 20 or sample.facts.get("training"):
+    if sample.age < 20 or sample.facts.get("training"):
         return
     for key, row in sample.port("output").items():
         known = past.train_outputs.get(key, [])
-        if not known or not row.count or not known[-1][1] or 2 * known[-1][0] < sample.step:
+        if not known or not row.count or not known[-1][1] or sample.step - known[-1][0] > sample.age / 2:
             continue
         step, rms = known[-1]
         far = abs(math.log(row.rms / rms)) if row.rms else math.inf

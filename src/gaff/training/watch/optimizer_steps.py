@@ -186,8 +186,8 @@ class OptimizerSteps:
         """What rules read of the optimizers in the sampled step of this number; ``strays``: see ``ownership``."""
         counts = self.optimizers.counts
         new = list(map(step_facts.optimizer, self.optimizers.take_new()))
-        return {"optimizers": len(counts), "skipped": self.skipped, "settings": new, "idle": self.idle.facts(),
-                "is_task": self.optimizers.are_of_tasks,
+        return {"optimizers": self.optimizers.in_use, "skipped": self.skipped, "settings": new,
+                "idle": self.idle.facts(), "is_task": self.optimizers.are_of_tasks,
                 "lost": self.lost.facts, "has_brought": self.lost.has_brought,
                 "schedules": self.schedules.facts(step, counts),
                 "is_raised": any(group.get("maximize") for one in counts for group in one.param_groups),

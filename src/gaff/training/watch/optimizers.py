@@ -11,20 +11,22 @@ from gaff.training.watch.updates import parameters_of
 
 _OFTEN = 4  # optimizers that took over from others, before the run is said to be many short trainings
 _SHORT = 64  # steps of each of them, at most
+_SETTLED = 16  # steps in which the optimizers of one training come one by one
 
 
 class _Made:
     """How many steps the parameters of one optimizer have had, by it and by those before it; ``named``: their names.
 
-    ``which`` is the identity of the optimizer, which may be gone.
+    ``which``: the identity of the optimizer, which may be gone; ``first``, ``last``: its first and latest step, counted
+    in those of all.
     """
 
-    __slots__ = ("named", "steps", "which")
+    __slots__ = ("first", "last", "named", "steps", "which")
 
     def __init__(self, which: int, named: set[Any]) -> None:
         self.which = which
         self.named = named
-        self.steps = 0
+        self.steps = self.first = self.last = 0
 
 
 class Optimizers:
@@ -33,7 +35,7 @@ class Optimizers:
     ``given``: only these count, and those that take over from them; none: those that own parameters of ``models``, or
     all where ``is_any``. A step of the run ends with a step of the leader. That is the first optimizer that makes one;
     another takes its place when it makes a second step before the leader has made one: the leader is gone, or steps
-    less often.
+    less often. One that begins late with a model of its own takes it at once, as in another training.
 
     All but those given are held weakly, and parameters not at all, which torch may have to swap. ``counts``: how many
     steps each that has made one has made; ``others``: how many steps were made that do not count.
@@ -108,6 +110,14 @@ class Optimizers:
         return max(len(self._given), len(self.counts))
 
     @property
+    def in_use(self) -> int:
+        """How many of those that have made a step go on: others made none since the leader's first, as those of a
+        training do that is over."""
+        leader = self._leader() if self._leader is not None else None
+        began = self._made_by[leader].first if leader is not None else 0
+        return sum(self._made_by[one].last >= began for one in self.counts)
+
+    @property
     def is_single(self) -> bool:
         """Whether there is one: it was given, or this is not the first step of all, after which others may follow.
 
@@ -174,17 +184,28 @@ class Optimizers:
         """Count a step of ``optimizer``; whether it ends a step of the run, being the leader's."""
         self._made += 1
         self.number_of(optimizer)
-        self._made_by[optimizer].steps += 1
+        known = self._made_by[optimizer]
+        known.steps += 1
+        known.first, known.last = known.first or self._made, self._made
         self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
         leader = self._leader() if self._leader is not None else None
         if leader is not optimizer:
             twice = self._now[optimizer] = self._now.get(optimizer, 0) + 1
-            if leader is not None and twice == 1:
+            if leader is not None and twice == 1 and not self._begins_late(leader, optimizer):
                 return False
             self._leader = weakref.ref(optimizer)
         if self._now:
             self._now.clear()
         return True
+
+    def _begins_late(self, leader: Any, optimizer: Any) -> bool:
+        """Whether ``optimizer`` has just made its first step, after many of the leader, and owns parameters of a model
+        that no other optimizer has any of."""
+        if self.counts[optimizer] > 1 or self.counts.get(leader, 0) < _SETTLED:
+            return False
+        mine = self._made_by[optimizer]
+        others = {model for one in self._all if one is not mine for model, _ in one.named}
+        return any(model not in others for model, _ in mine.named)
 
     def take_new(self) -> list[Any]:
         """Those that have made a step since this was last asked for the first time."""

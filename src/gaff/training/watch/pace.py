@@ -127,16 +127,19 @@ class Pace:
         if begins_again:
             self.begins_again(step)
 
-    def begins_again(self, step: int) -> None:
+    def begins_again(self, step: int) -> bool:
         """Another training has begun by step number ``step``, with a model or an optimizer of its own: its first steps
         tell the most. Look at the next three, and let looks spend a little more than they might, ten times in a run.
 
-        Not in the first steps, in which the parts of one training come one by one; never with a fixed distance.
+        Returns whether it comes to that: not in the first steps, in which the parts of one training come one by one;
+        never with a fixed distance.
         """
         limits = self._limits
         is_left = limits.allowance_s < limits.first_s + _MOST_AGAIN * _AGAIN_S
-        if limits.every is None and step >= _SETTLED and is_left and not self._wanted:
+        is_wanted = limits.every is None and step >= _SETTLED and is_left and not self._wanted
+        if is_wanted:
             self._wanted, self._limits = _WANTED, limits._replace(allowance_s=limits.allowance_s + _AGAIN_S)
+        return is_wanted
 
     def _is_cheap(self) -> bool:
         """Whether looks have not cost more than twice what they may."""

@@ -311,10 +311,16 @@ def _tell_rest(watcher: Watcher) -> None:
 
 
 def _found(watcher: Watcher, model: Model, root: nn.Module) -> None:
-    """A model was found that nobody has named: follow its calls from now on."""
+    """A model was found that nobody has named: follow its calls from now on.
+
+    Where another training begins with it, its very first step is looked at, of which nothing is over yet.
+    """
     watcher._calls.know(model, root)
     watcher.reporter.model(model, watcher.step)
-    watcher.pace.begins_again(watcher.step)
+    watcher._complete()
+    is_begun = watcher._looks.sampled is not None or watcher._batches.latest is not None or watcher._losses.in_step
+    if watcher.pace.begins_again(watcher.step) and not is_begun:
+        watcher._begin_look()
 
 
 def _calls_told(watcher: Watcher) -> CallsTold:
