@@ -1169,3 +1169,47 @@ def test_a_factory_that_reads_its_arguments_has_none(capsys, tmp_path):
     code, out, err = run(capsys, "sites", f"{file}:build")
     assert (code, err) == (0, "")
     assert "Linear" in out
+
+
+def test_an_error_inside_a_model_is_not_one_of_its_input(capsys, tmp_path):
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Module):\n    def forward(self, x):\n        return x + None\n"
+        "class Two(nn.Module):\n    def forward(self, x, y):\n        return x\n"
+        "def inside():\n    return Net()\ndef two():\n    return Two()\n"
+    )
+    for command in ("trace", "take"):
+        words = [f"{tmp_path}/net.py:inside", *([":output", "--input"] if command == "take" else [])]
+        code, _, told = run(capsys, command, *words, "randn:2x3")
+        assert code != 0
+        assert "could not be called" not in told
+        assert "unsupported operand" in told
+    code, _, told = run(capsys, "trace", f"{tmp_path}/net.py:two", "randn:2x3")
+    assert code != 0
+    assert "the model could not be called: Two.forward() missing 1 required positional argument: 'y'" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["trace", DIGITS, "randint:2x4:0"], "input 'randint:2x4:0' has no shape"),
+        (["trace", DIGITS, "randint:2x²:4"], "has no shape"),
+        (["nan", "--again", DIGITS, "randn:1x1x8x8"], "--again runs a script once more"),
+    ],
+)
+def test_slips_in_words_are_told(capsys, words, told):
+    code, _, error = run(capsys, *words)
+    assert code == 1
+    assert told in error
+
+
+def test_a_clean_step_is_no_row(capsys):
+    code, out, _ = run(capsys, "nan", "--plain", DIGITS, "randn:1x1x8x8")
+    assert (code, out.strip()) == (0, "")
+
+
+def test_a_column_that_is_empty_can_be_chosen(capsys, tmp_path):
+    (tmp_path / "net.py").write_text("from torch import nn\ndef relu():\n    return nn.ReLU()\n")
+    code, out, _ = run(capsys, "trace", f"{tmp_path}/net.py:relu", "randn:2x4", "--columns", "params")
+    assert code == 0
+    assert [line.split() for line in out.splitlines()[1:3]] == [["site", "params"], [":output"]]

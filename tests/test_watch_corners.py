@@ -1,150 +1,336 @@
-"""Parts of the watch that are asked for rarely: what is kept of a batch, the copy that runs it again, past losses."""
+"""Legal trainings with something unusual in them: a watch goes on, and its numbers are those of a plain computation."""
 
-import random
-import statistics
+import math
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import gaff
-from gaff.record.flight import RingWriter, read_left
-from gaff.record.log import EVENT, LogReader, LogWriter
-from gaff.training.rules.registry import Past
-from gaff.training.rules.steps import has_fallen
-from gaff.training.watch.incidents import _copy
-from gaff.training.watch.losses import PastLosses
-from gaff.training.watch.saved_batches import Batch, BatchSaver, kept_of, read_kept
+from gaff.errors import RecordError
+from gaff.record.log import EVENT, SERIES, LogWriter
+from gaff.record.matrix import pack_series
+from gaff.record.statistics import EMPTY, Numbers
+from gaff.training.statistics import plain
 
 
-class Tied(nn.Module):
+def watched(tmp_path, model, loss, optimizer=None, steps=6, **options):
+    """The record of some steps; fails where watching has ended before they have."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3) if optimizer is None else optimizer
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1, tell=lambda line: None, **options):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss(model).backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert record.steps == steps, record.notes
+    assert not [one for one in record.notes if "Error" in one]
+    return record
+
+
+class Language(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.out = nn.Embedding(20, 4), nn.Linear(4, 20, bias=False)
-        self.out.weight = self.embed.weight
-        self.register_buffer("one", torch.ones(3), persistent=False)
-        self.register_buffer("two", self.one, persistent=False)
+        self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, ids, *more):
+        return self.head(self.table(ids))
 
 
-def batch():
-    return Batch((torch.ones(1),), {}, [], [], True, [])
+def next_token(rows):
+    def loss(model):
+        ids = torch.randint(16, (rows, 12))
+        scores = model(ids)
+        return F.cross_entropy(scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+
+    return loss
 
 
-def test_tied_weights_and_buffers_are_kept_once_and_are_one_again(tmp_path):
-    saver = BatchSaver(tmp_path)
-    path = saver.keep(3, "nonfinite", "model", Tied(), batch())
-    found = read_kept(path)
-    assert found.weights["embed.weight"] is found.weights["out.weight"]
-    assert found.buffers["one"] is found.buffers["two"]
-    assert path.stat().st_size < 2 * 20 * 4 * 4 + 1500
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_language_models_with_batches_of_one_and_none(tmp_path, rows):
+    watched(tmp_path, Language(), next_token(rows))
 
 
-def test_a_batch_that_could_not_be_written_takes_no_other_batchs_place(tmp_path):
-    saver = BatchSaver(tmp_path / "gone" / "run")
-    for step in range(5):
-        with pytest.raises(FileNotFoundError):
-            saver.keep(step, "nonfinite", "model", Tied(), batch())
-    (tmp_path / "gone" / "run").mkdir(parents=True)
-    assert saver.keep(5, "nonfinite", "model", Tied(), batch()) is not None
-    assert len(kept_of(tmp_path / "gone" / "run")) == 1
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_beside_tokens_is_left_out(tmp_path):
+    pieces = torch.nested.nested_tensor([torch.zeros(3, dtype=torch.long), torch.zeros(2, dtype=torch.long)])
+    watched(tmp_path, Language(), lambda model: model(torch.randint(16, (4, 12)), pieces).square().mean())
 
 
-def test_the_copy_that_runs_a_batch_again_has_no_hook_of_the_program():
-    model, called = nn.Sequential(nn.Linear(2, 2)), []
-    for register in (
-        model[0].register_forward_pre_hook,
-        model[0].register_forward_hook,
-        model[0].register_full_backward_pre_hook,
-        model[0].register_full_backward_hook,
-    ):
-        register(lambda *_args, name=register.__name__: called.append(name))
-    _copy(model)(torch.ones(1, 2)).sum().backward()
-    assert called == []
+class Own(torch.optim.SGD):
+    """Finds its own learning rate, and has two numbers where others have one."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, 1e-3)
+        for group in self.param_groups:
+            group["lr"], group["eps"], group["betas"] = None, (1e-30, 1e-3), (0.9, 0.999)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in group["params"]:
+                state = self.state[one]
+                state["step"] = state.get("step", 0) + 1
+                state["exp_avg_sq"] = one.grad.square() + 1e-8
+                one.data.add_(one.grad, alpha=-1e-3)
 
 
-def test_the_spread_of_losses_forgets_a_jump_with_it():
-    random.seed(0)
-    values = [0.5 + random.gauss(0, 0.02) for _ in range(300)]
-    values[100] = 1e8
-    past = PastLosses(1e6)
-    past.values.extend(values)
-    mean, spread = past.moments()
-    assert mean == pytest.approx(statistics.fmean(values[-128:]))
-    assert spread == pytest.approx(statistics.pstdev(values[-128:]))
+def test_an_optimizer_without_a_learning_rate_and_with_a_pair_of_eps(tmp_path):
+    model = nn.Linear(8, 4)
+    watched(tmp_path, model, lambda model: model(torch.randn(16, 8)).square().mean(), Own(model.parameters()))
 
 
-def test_a_second_shorter_reason_leaves_nothing_of_the_first(tmp_path):
-    ring = RingWriter(tmp_path / "ring")
-    ring.leave("[Errno 28] No space left on device")
-    ring.leave("closed")
-    ring.close()
-    assert read_left(tmp_path / "ring") == "closed"
+@pytest.mark.parametrize("combine", [lambda y: (y * 1j).exp().real.mean(), lambda y: (y / (1 + 2j)).abs().mean()])
+def test_complex_factors_in_a_loss(tmp_path, combine):
+    watched(tmp_path, nn.Linear(8, 4), lambda model: combine(model(torch.randn(16, 8))))
 
 
-def test_a_log_that_is_read_again_after_one_frame_goes_on_behind_it(tmp_path):
-    writer = LogWriter(tmp_path / "run.gaff")
-    for step in range(3):
-        writer.write_json(EVENT, {"step": step}, step)
-    reader = LogReader(tmp_path / "run.gaff")
-    assert [next(iter(reader.frames())).step for _ in range(3)] == [0, 1, 2]
+def test_an_empty_batch_of_attention(tmp_path):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1))
+    watched(tmp_path, model, lambda model: model(torch.randn(0, 4, 6, 6)).sum())
 
 
-def test_a_loss_below_zero_has_fallen_where_it_is_lower():
-    def fallen(first, recent, to=0.9):
-        past = Past()
-        past.losses["loss"], past.recent["loss"] = [first] * 3, [recent] * 3
-        return has_fallen(past, "loss", to)
+def test_an_output_of_mkldnn(tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
 
-    assert not fallen(-5.0, -5.0)
-    assert not fallen(-5.0, -2.6, 0.5)
-    assert fallen(-5.0, -6.0)
-    assert fallen(5.0, 4.4)
-    assert not fallen(5.0, 4.6)
+        def forward(self, x):
+            return self.fc(x) if self.training else self.fc(x).to_mkldnn()
+
+    def loss(model):
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(4, 8))
+        model.train()
+        return model(torch.randn(4, 8)).square().mean()
+
+    watched(tmp_path, Model(), loss)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
-def test_unsigned_targets_are_looked_at(tmp_path, dtype):
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1) as watch:
-        for _ in range(3):
+def test_a_softmax_over_channels_is_no_attention(tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.Softmax(dim=1))
+    record = watched(tmp_path, model, lambda model: model(torch.randn(2, 3, 8, 8)).square().mean())
+    assert math.isnan(record.latest("1").get("entropy", math.nan))
+    model = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.Softmax(dim=-1))
+    record = watched(tmp_path / "other", model, lambda model: model(torch.randn(2, 3, 8, 8)).square().mean())
+    assert 0.0 < record.latest("1")["entropy"] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "share"),
+    [
+        (nn.Hardtanh(-4, 4), 2.0, 0.0),
+        (nn.Hardtanh(-4, 4), 5.0, 1.0),
+        (nn.Hardsigmoid(), 2.9, 0.0),
+        (nn.Hardsigmoid(), 3.1, 1.0),
+        (nn.Tanh(), 2.0, 0.0),
+        (nn.Tanh(), 2.2, 1.0),
+        (nn.Sigmoid(), 4.1, 0.0),
+        (nn.Sigmoid(), -4.3, 1.0),
+    ],
+)
+def test_saturated_is_where_a_function_is_flat(tmp_path, function, value, share):
+    model = nn.Sequential(nn.Linear(3, 3), function)
+    with torch.no_grad():
+        model[0].weight.fill_(1e-6)
+        model[0].bias.fill_(value)
+    record = watched(tmp_path, model, lambda model: model(torch.randn(4, 3)).sum(), steps=1)
+    assert record.latest("1")["saturated"] == share
+
+
+class Router(nn.Module):
+    def __init__(self, features, experts, kind):
+        super().__init__()
+        self.score = nn.Linear(features, experts)
+        self.kind = kind
+
+    def forward(self, x):
+        scores = self.score(x)
+        if self.kind == "mask":
+            return scores, F.one_hot(scores.argmax(-1), scores.shape[-1])
+        return scores, scores.argmax(-1) if self.kind == "one" else scores.topk(3).indices
+
+
+class Mixture(nn.Module):
+    def __init__(self, experts, kind):
+        super().__init__()
+        self.router = Router(4, experts, kind)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(experts))
+
+    def forward(self, x):
+        scores, self.chosen = self.router(x)
+        shares = scores.softmax(-1)
+        return sum(shares[..., at : at + 1] * one(x) for at, one in enumerate(self.experts))
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 8), (32, 9)])
+@pytest.mark.parametrize("kind", ["one", "several", "mask"])
+def test_where_tokens_go_is_told_whatever_the_shapes_are(tmp_path, shape, kind):
+    model = Mixture(8, kind)
+    record = watched(tmp_path, model, lambda model: model(torch.randn(*shape, 4)).square().mean(), steps=1)
+    chosen = (
+        model.chosen.flatten(0, -2).sum(0) if kind == "mask" else torch.bincount(model.chosen.flatten(), minlength=8)
+    )
+    (told,) = [
+        known for site in record.sites if "load" in (known := record.latest(site)) and known["load"] == known["load"]
+    ]
+    assert told["load"] == pytest.approx(float(chosen.max() * 8 / chosen.sum()))
+    assert told["idle"] == pytest.approx(float((chosen == 0).float().mean()))
+    assert told["dropped"] == 0.0
+
+
+def test_units_of_complex_outputs_are_features(tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Linear(4, 8, dtype=torch.complex64)
+
+        def forward(self, x):
+            return self.w(x)
+
+    model = Model()
+    with torch.no_grad():
+        model.w.weight[:3] = 0
+        model.w.bias[:3] = 0
+    x = torch.randn(16, 4, dtype=torch.complex64)
+    record = watched(tmp_path, model, lambda model: model(x)[:, 3:].abs().mean(), steps=1)
+    assert record.latest(":output")["dead"] == pytest.approx(3 / 8)
+
+
+def test_units_of_an_image_without_a_batch_are_its_channels(tmp_path):
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU())
+    with torch.no_grad():
+        model[0].bias[:] = torch.tensor([-100.0, -100.0, 100.0, 100.0])
+    record = watched(tmp_path, model, lambda model: model(torch.randn(1, 9, 9)).mean(), steps=1)
+    assert record.latest("1")["dead"] == 0.5
+
+
+def test_the_median_magnitude_counts_zeros():
+    for zeros in (0, 400, 600):
+        values, row = torch.zeros(1000), torch.tensor(EMPTY, dtype=torch.float64)
+        values[zeros:] = 2.0 ** torch.linspace(-8, 8, 1000 - zeros)
+        plain.observe_(values, row, True)
+        middle = values.median().item()
+        assert middle <= Numbers(row.tolist()).median_magnitude <= 2 * middle
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        lambda scaler, loss: scaler.scale(loss).backward(),
+        lambda scaler, loss: (scaler.scale(loss * 4) / 4).backward(),
+        lambda scaler, loss: torch.autograd.backward(scaler.scale([loss])),
+        lambda scaler, loss: (scaler.scale(loss / 2) + scaler.scale(loss / 2)).backward(),
+        lambda scaler, loss: scaler.scale(loss[None].expand(3)).mean().backward(),
+    ],
+)
+def test_losses_and_gradients_are_told_without_a_scaler_however_it_is_used(tmp_path, backward):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), torch.randn(8, 4)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-9), torch.amp.GradScaler("cpu")
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1, tell=lambda line: None):
+        for step in range(6):
             optimizer.zero_grad()
-            targets = torch.arange(8).to(dtype)[:, None]
-            torch.nn.functional.mse_loss(model(torch.randn(8, 4)), targets).backward()
-            optimizer.step()
-    assert watch.failure is None
-
-
-@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
-def test_decay_that_is_taken_off_the_weight_is_known_of_torchs_own(tmp_path, kind):
-    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 16, bias=False))
-    optimizer = getattr(torch.optim, kind)(model.parameters(), weight_decay=0.1)
-    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1) as watch:
-        for _ in range(30):
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(torch.randn(64, 16)), torch.randn(64, 16)).backward()
-            optimizer.step()
-    assert not [one for one in watch.findings if one.rule == "weight_decay_too_high"]
-
-
-def test_a_place_that_a_rule_names_twice_in_a_look_counts_once(tmp_path):
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    zeros = torch.tensor([0.0, 1.0] * 4)
-    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1) as watch:
-        for steps in (1, 3):
-            for _ in range(steps):
-                optimizer.zero_grad()
-                out = model(torch.randn(8, 4))
-                sum(torch.nn.functional.soft_margin_loss(out[:, at], zeros) for at in (0, 1)).backward()
+            loss = model(x).square().mean()
+            if step < 4:
+                backward(scaler, loss)
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
                 optimizer.step()
-            found = [one for one in watch.findings if one.rule == "targets_no_signs"]
-            assert [one.share for one in found] == ([1.0] if steps == 3 else [])
+    middle = model[0](x).detach().requires_grad_()
+    loss = model[1](middle).square().mean()
+    loss.backward()
+    record = gaff.load(tmp_path / "run")
+    (name,) = [one for one in record.scalars if one.startswith("loss:")][:1]
+    assert record.scalar(name).values[0] == pytest.approx(loss.item(), rel=1e-4)
+    assert record.series("0:grad_output", "norm").values[0] == pytest.approx(middle.grad.norm().item(), rel=1e-4)
+    assert record.scalar("scale").steps == [0, 1, 2, 3]
 
 
-def test_attempts_that_fail_one_after_another_come_to_an_end(tmp_path):
-    saver = BatchSaver(tmp_path / "gone" / "run")
-    for step in range(8):
-        with pytest.raises(FileNotFoundError):
-            saver.keep(step, "nonfinite", "model", Tied(), batch())
-    assert saver.keep(8, "nonfinite", "model", Tied(), batch()) is None
+WEIGHTS = torch.tensor([0.1, 1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "whole"),
+    [
+        (lambda a, y: F.cross_entropy(a, y, weight=WEIGHTS), lambda a, y: F.cross_entropy(a, y, weight=WEIGHTS)),
+        (lambda a, y: F.cross_entropy(a, y, weight=WEIGHTS, reduction="sum"),
+         lambda a, y: F.cross_entropy(a, y, weight=WEIGHTS)),
+        (lambda a, y: F.cross_entropy(a, F.one_hot(y, 3).float(), reduction="sum"), F.cross_entropy),
+        (lambda a, y: F.multilabel_margin_loss(a, F.pad(y[:, None], (0, 2), value=-1), reduction="sum"),
+         lambda a, y: F.multilabel_margin_loss(a, F.pad(y[:, None], (0, 2), value=-1))),
+    ],
+)  # fmt: skip
+def test_losses_of_evaluations_are_means_as_torch_has_them(tmp_path, loss, whole):
+    model, x, y = nn.Linear(4, 3), torch.randn(60, 4), torch.arange(3).repeat_interleave(20)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", tell=lambda line: None):
+        for step in range(30):
+            model.train()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            if step % 10 == 9:
+                model.eval()
+                with torch.no_grad():
+                    for at in range(0, 60, 20):
+                        loss(model(x[at : at + 20]), y[at : at + 20])
+    (told,) = gaff.load(tmp_path / "run").evaluated().values()
+    assert [value for _, value in told] == pytest.approx([whole(model(x), y).item()] * 3)
+
+
+def test_limits_hold_where_a_scaler_scales_something_else():
+    weight, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(1))
+    optimizer, scaler = torch.optim.SGD([weight], 1.0), torch.amp.GradScaler("cpu")
+    with gaff.clip_gradients(optimizer, value=1.0, when="backward", nonfinite="zero") as clipped:
+        scaler.scale(other.sum())
+        (weight * torch.tensor([math.inf, 1e6, 0.5])).sum().backward()
+        optimizer.step()
+    assert weight.tolist() == [0.0, -1.0, -0.5]
+    assert clipped.audit.clipped == 1
+
+
+@pytest.mark.filterwarnings("ignore:gaff. inf made by")
+def test_a_sum_that_overflows_is_no_infinite_value_that_is_meant():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x, c):
+            return (self.fc(x).abs() + 1) * c * c
+
+    model = Model().eval()
+    with torch.no_grad(), gaff.guard(model, action="warn") as guard:
+        for _ in range(3):
+            assert model(torch.ones(4096, 4), 5e18).isfinite().all()
+        assert model(torch.ones(4096, 4), 1e30).isinf().all()
+    assert len(guard.reports) == 1
+    assert not guard.notes
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"kind": "evaluated"},
+        {"kind": "evaluated", "losses": [1]},
+        {"kind": "look", "phase": "train", "guess": 1.0, "guess_of": "l", "labels": ["x"]},
+        {"kind": "look", "phase": "train", "guess": 1.0},
+        {"kind": "look", "phase": "train", "reach": [1.0]},
+        {"kind": "look", "phase": "train", "factor_of": "l", "weight": "x"},
+        {"kind": "made", "steps": 0, "backwards": "x"},
+    ],
+)
+def test_an_event_that_is_none_of_gaffs_is_an_error_of_the_record(tmp_path, event):
+    log = LogWriter(tmp_path / "rank0.gaff")
+    log.write_json(EVENT, {"kind": "begin"})
+    log.write(SERIES, pack_series({"step": [0.0, 1.0], "loss:l": [1.0, 2.0], "lr": [0.1, 0.1]}))
+    log.write_json(EVENT, event, 1)
+    log.close()
+    with pytest.raises(RecordError, match="an event that cannot be read"):
+        assert gaff.load(tmp_path).verdict

@@ -10,8 +10,8 @@ export function number(value: number | null | undefined): string {
 }
 
 export function count(value: number): string {
-  for (const [unit, size] of [["G", 1e9], ["M", 1e6], ["k", 1e3]] as const) {
-    if (Math.abs(value) >= size) return `${(value / size).toPrecision(3)}${unit}`;
+  for (const [unit, size] of [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]] as const) {
+    if (Math.abs(value) >= 0.9995 * size) return `${(value / size).toPrecision(3)}${unit}`;
   }
   return String(value);
 }
@@ -21,8 +21,8 @@ export function duration(seconds: number): string {
   if (seconds < 1e-3) return `${number(seconds * 1e6)} µs`;
   if (seconds < 1) return `${number(seconds * 1e3)} ms`;
   if (seconds < 100) return `${number(seconds)} s`;
-  const minutes = Math.floor(seconds / 60);
-  return minutes < 60 ? `${minutes} min ${Math.round(seconds % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  const [whole, minutes] = [Math.round(seconds), Math.round(seconds / 60)];
+  return whole < 3600 ? `${Math.floor(whole / 60)} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 /** Bytes in a decimal unit, as the tables in a terminal tell them. */

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { inkOn, ramp, signed } from "../src/color";
-import { evidence, matches, number, pathOf, percent, portOf, python } from "../src/format";
+import { count, duration, evidence, matches, number, pathOf, percent, portOf, python } from "../src/format";
 import { rangeOf, shade, spansOf, ticks } from "../src/heat";
 import { drawable, pauses, reach, smoothed } from "../src/lines";
 import { read, write } from "../src/state";
@@ -228,4 +228,16 @@ test("jumps of the learning rate are marked, a schedule that always changes is n
   assert.deepEqual(rateChanges([0, 1, 2, 3, 4], [1, 1, 0.5, 0.2, 0.1]), []); // the end of a schedule
   const saved = savedFiles([[0, "start.pt"], [10, "model.pt"], [10, "optimizer.pt"]]);
   assert.deepEqual(saved.map(({ x, text }) => [x, text]), [[0, "after 0 steps: start.pt"], [9, "after 10 steps: model.pt, optimizer.pt"]]);
+});
+
+test("counts and times near the next unit are told in it", () => {
+  assert.deepEqual([999_400, 999_600, 13.2e12].map(count), ["999k", "1.00M", "13.2T"]);
+  assert.deepEqual([119.7, 3599.8, 3659, 7199].map(duration), ["2 min 0 s", "1 h 0 min", "1 h 1 min", "2 h 0 min"]);
+});
+
+test("the parameters of a module that is called several times are counted once", () => {
+  const rows = [0, 1, 2].map((call) => ({ call, parameters: 72, time_s: 1, flops: 1, memory_bytes: 1 }));
+  const trace = { rows } as unknown as Pick<Trace, "rows">;
+  assert.deepEqual(wholes(trace, MEASURES.parameters!, [[], [], []]), [72, 0, 0]);
+  assert.deepEqual(wholes(trace, MEASURES.flops!, [[], [], []]), [1, 1, 1]);
 });

@@ -23,7 +23,7 @@ export const MEASURES: Record<string, Measure> = {
   time: { title: "time", own: (row) => row.time_s, isWhole: true, text: duration },
   flops: { title: "FLOPs", own: (row) => row.flops, isWhole: true, text: count },
   memory: { title: "size of outputs", own: (row) => row.memory_bytes, isWhole: false, text: bytes },
-  parameters: { title: "parameters", own: (row) => row.parameters, isWhole: false, text: count },
+  parameters: { title: "parameters", own: (row) => (row.call ? 0 : row.parameters), isWhole: false, text: count }, // once
 };
 
 /** What each call takes with all that is inside it; the outputs of a call that holds others are those of these. */

@@ -4,6 +4,8 @@ import { filter, h, select, table } from "../dom";
 import { matches } from "../format";
 import type { View } from "../view";
 
+const MOST = 5000; // rows that are drawn
+
 export const diff: View = {
   key: "diff",
   title: "Difference",
@@ -18,7 +20,8 @@ export const diff: View = {
     const rows = known.rows.filter((row) => (!state || row.state === state) && matches(`${row.site} ${row.other}`, words));
     const hasOther = known.rows.some((row) => row.other !== row.site);
     const hasSteps = known.rows.some((row) => row.step !== null);
-    const cells = rows.slice(0, 5000).map((row) => [
+    const shown = rows.length <= MOST ? rows : [...rows.filter((row) => row.state === "parted"), ...rows.filter((row) => row.state !== "parted")].slice(0, MOST);
+    const cells = shown.map((row) => [
       row.site,
       ...(hasOther ? [row.other === row.site ? "" : row.other] : []),
       h("span", { class: `state ${row.state.replace(/ /g, "-")}` }, row.state === "parted" ? "differs" : row.state),
@@ -34,7 +37,7 @@ export const diff: View = {
     const head = ["site", ...(hasOther ? ["site of B"] : []), "state", "number", "A", "B", "difference", "rounding or noise", "phase", ...(hasSteps ? ["step"] : []), ...(hasOther ? ["matched by"] : [])];
     const right = ["A", "B", "difference", "rounding or noise", "step"].map((one) => head.indexOf(one));
     const key = (at: number, column: number): number | string | null => {
-      const row = rows[at]!;
+      const row = shown[at]!;
       const name = head[column]!;
       return name === "difference" ? (row.delta ?? Infinity) : name === "rounding or noise" ? row.tolerance : name === "step" ? row.step : name === "A" ? Number(row.a) : name === "B" ? Number(row.b) : String(cells[at]![column] instanceof HTMLElement ? row.state : cells[at]![column]);
     };
@@ -44,6 +47,7 @@ export const diff: View = {
       h("p", { class: `verdict ${known.parted ? "warning" : "fine"}` }, known.verdict),
       h("p", { class: "quiet" }, `A is ${known.a}, B is ${known.b}`),
       h("div", { class: "controls" }, select("state", [["", "all"], ...states.map((one): [string, string] => [one, one === "parted" ? "differs" : one])], state, (value) => again({ state: value })), filter("filter sites", words, (value) => again({ filter: value }))),
+      rows.length > MOST && h("p", { class: "quiet" }, `${rows.length - MOST} of ${rows.length} rows are left out, those that differ last; a filter shows others`),
       table(head, cells, right, { by: options.get("sort") ?? "", key, again: (by) => again({ sort: by }) }),
       known.only_a.length > 0 && h("p", {}, `only in A: ${known.only_a.join(", ")}`),
       known.only_b.length > 0 && h("p", {}, `only in B: ${known.only_b.join(", ")}`),

@@ -8,7 +8,7 @@ import type { Source } from "../source";
 import type { Run } from "../types";
 import type { View } from "../view";
 
-const LINEAR = ["zeros", "saturated", "entropy", "dead", "first_key", "choice", "idle", "dropped"];
+const LINEAR = ["mean", "min", "max", "zeros", "saturated", "entropy", "dead", "first_key", "choice", "idle", "dropped"];
 const HEIGHTS: Record<string, number> = { low: 4, middle: 8, high: 14 };
 const WHAT: Record<string, string> = {
   input: "what modules were given", output: "what modules returned", grad_output: "gradients at what modules returned", grad_input: "gradients at what modules were given",

@@ -99,8 +99,8 @@ export function valueOf(one: Pick<Picture, "low" | "high" | "signed">, byte: num
 }
 
 /** What the cells along an axis are called: the tokens of a text where there are as many, else numbers. */
-function namesOf(trace: Trace, count: number): (at: number) => string {
-  return trace.tokens.length === count ? (at) => `${at} ${trace.tokens[at]}` : (at) => String(at);
+function namesOf(trace: Trace, count: number, areTokens: boolean): (at: number) => string {
+  return areTokens && trace.tokens.length === count ? (at) => `${at} ${trace.tokens[at]}` : (at) => String(at);
 }
 
 async function enlarge(page: Page, one: Picture): Promise<void> {
@@ -116,7 +116,8 @@ async function enlarge(page: Page, one: Picture): Promise<void> {
   const grid = gridOf(one, shape);
   await draw(page, canvas, one, one.over === null ? undefined : trace.pictures[one.over]);
   fit(canvas, Math.min(innerWidth * 0.9 - 60, (innerHeight * 0.62 * canvas.width) / canvas.height));
-  const [rowName, columnName] = [namesOf(trace, grid.height), namesOf(trace, grid.width)];
+  const isAttention = one.kind === "attention";
+  const [rowName, columnName] = [namesOf(trace, grid.height, isAttention || one.kind === "tokens x channels"), namesOf(trace, grid.width, isAttention)];
   const what = one.kind === "attention" ? ["head", "from", "to"] : one.kind === "feature maps" ? ["channel", "row", "column"] : one.kind === "tokens x channels" ? ["", "token", "channel"] : ["", "row", "column"];
   if (one.kind === "attention" && trace.tokens.length === grid.width) box.before(heads(grid, trace));
   let spot: [number, number] = [0, 0]; // in cells of the canvas

@@ -26,7 +26,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the model forward, read its autograd graph, and print and draw it."""
-    from gaff.cli.inputs import load_inputs, need_input
+    from gaff.cli.inputs import load_inputs, refuse_call
     from gaff.cli.models import load_model
     from gaff.cli.printing import print_cells, print_data, show
     from gaff.inspection.explanation import explain, explain_inside
@@ -39,7 +39,8 @@ def run(options: argparse.Namespace) -> int:
         else:
             told = explain(loaded.model, args, kwargs)
     except TypeError as error:
-        raise need_input([options.input], error) from error
+        refuse_call(loaded.model, [options.input], error)
+        raise
     if options.out:
         told.save(options.out)
     if options.json:

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     check_tensor_file(options.out)
     from gaff.address.nested import shape_text
     from gaff.api import edit
-    from gaff.cli.inputs import load_inputs, need_input
+    from gaff.cli.inputs import load_inputs, refuse_call
     from gaff.cli.models import load_model
     from gaff.cli.tensors import loss_of, save_values
     from gaff.sessions.plan import Plan
@@ -55,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         bare = _output(loaded.model, args, kwargs, backward)
     except TypeError as error:
-        raise need_input(options.input, error) from error
+        refuse_call(loaded.model, options.input, error)
+        raise
     try:
         with edit(loaded.model, plan) as changed:
             edited = _output(loaded.model, args, kwargs, backward)

@@ -89,7 +89,8 @@ def _label(text: str) -> tuple[str, str | int]:
     name, equals, key = text.partition("=")
     if not name or not equals or not key:
         raise PlanError(f"--label {text!r} is no column: expected NAME=KEY, such as target=1")
-    return name, int(key) if key.lstrip("-").isdigit() else key
+    number = key.removeprefix("-")
+    return name, int(key) if number.isascii() and number.isdigit() else key
 
 
 def print_store(store: Store) -> None:

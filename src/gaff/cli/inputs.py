@@ -27,10 +27,16 @@ _IN_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d][\w.]*")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def need_input(specs: Sequence[str], error: TypeError) -> PlanError:
-    """What to say when a model could not be called with ``specs``: most often it was given nothing."""
+def refuse_call(model: Any, specs: Sequence[str], error: TypeError) -> None:
+    """Raises PlanError where an error says that a model cannot be called with ``specs``; often it was given nothing.
+
+    Returns where the error is one of what runs inside, which is to be told as any other.
+    """
+    is_of_call = str(error).startswith((f"{type(model).forward.__qualname__}()", "forward()"))
+    if specs and not is_of_call:
+        return
     hint = "" if specs else "; give an input, such as randn:1x3x224x224 or an image file"
-    return PlanError(f"the model could not be called: {error}{hint}")
+    raise PlanError(f"the model could not be called: {error}{hint}") from error
 
 
 def load_inputs(specs: Sequence[str], loaded: Loaded) -> Call:
@@ -92,12 +98,17 @@ def _load(spec: str, loaded: Loaded, number: int) -> Call:
     )
 
 
+def _is_number(text: str) -> bool:
+    """Whether a text is digits alone, as ``int`` reads them."""
+    return text.isascii() and text.isdigit()
+
+
 def _made(spec: str, maker: str, rest: str, seed: int) -> Tensor:
     """A tensor of the shape that was asked for; random ones are the same each time, and others for each input."""
     sizes, _, high = rest.partition(":")
     parts = sizes.split("x")
-    is_high = not high or (high.isdigit() and maker == "randint")
-    if not all(part.isdigit() for part in parts) or not is_high:
+    is_high = not high or (_is_number(high) and int(high) > 0 and maker == "randint")
+    if not all(map(_is_number, parts)) or not is_high:
         raise PlanError(
             f"input {spec!r} has no shape: expected {maker}:1x3x224x224" + (":100" if maker == "randint" else "")
         )

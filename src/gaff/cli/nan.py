@@ -47,6 +47,10 @@ def run(options: argparse.Namespace) -> int:
     """Look at one step of the model, or at the whole script; exit code 3 where something was found."""
     _leave_out_python(options)
     if not options.model.endswith(".py") and not options.is_module:
+        if options.again:
+            raise PlanError(
+                "--again runs a script once more: expected none with a model, whose step is seen as a whole"
+            )
         return _print(_in_model(options), options)
     if options.loss:
         raise PlanError(f"--loss goes with a model: expected no {options.loss!r}, since a script has a loss of its own")
@@ -85,7 +89,7 @@ def _leave_out_python(options: argparse.Namespace) -> None:
 def _in_model(options: argparse.Namespace) -> Report:
     """What one step of a model shows: forward, the loss, backward."""
     from gaff.api import find_nonfinite
-    from gaff.cli.inputs import load_inputs, need_input
+    from gaff.cli.inputs import load_inputs, refuse_call
     from gaff.cli.models import load_model, load_name
     from gaff.cli.tensors import mean_of_first
 
@@ -109,7 +113,8 @@ def _in_model(options: argparse.Namespace) -> Report:
     try:
         return find_nonfinite(step, model=loaded.model, allow=options.allow)
     except TypeError as error:
-        raise need_input(options.rest, error) from error
+        refuse_call(loaded.model, options.rest, error)
+        raise
 
 
 def _print(report: Report, options: argparse.Namespace) -> int:
@@ -119,7 +124,9 @@ def _print(report: Report, options: argparse.Namespace) -> int:
     if options.json:
         print_data(report.to_dict())
     elif options.plain:
-        print_cells([(report.direction, report.site, report.op, report.line, report.cause)])
+        print_cells([(report.direction, report.site, report.op, report.line, report.cause)] if report else [])
+        if not report and report.notes:
+            print("\n".join(report.notes), file=sys.stderr)
     elif not report and not report.ops:
         print("\n".join(["no NaN or inf", *report.notes]))
     else:

@@ -26,6 +26,7 @@ def report_harvest(store: Any, options: argparse.Namespace) -> int:
         raise PlanError(f"{options.run[0]!r} is a {type(store).__name__}: expected a run or a harvest")
     if options.json:
         raise PlanError(f"{options.run[0]!r} is a harvest, which has no --json: expected --html, or nothing")
+    _check_options(options)
     if not options.html:
         print_store(store)
         return 0
@@ -34,6 +35,16 @@ def report_harvest(store: Any, options: argparse.Namespace) -> int:
     size = save_page(store, options.html, show=_show(store, options))
     print(f"{options.html}: {bytes_text(size)}, open it in a browser; it needs no network")
     return 0
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raises PlanError for options that are of no use with a harvest."""
+    for name, default in (("live", False), ("rank", 0), ("port", 0), ("idle", None)):
+        if getattr(options, name) != default:
+            raise PlanError(f"--{name} is of a run: expected none with a harvest")
+    for name in ("data", "tokenizer") if not options.html else ():
+        if getattr(options, name):
+            raise PlanError(f"--{name} is for the page of a harvest: expected --html FILE beside it")
 
 
 def _show(store: Store, options: argparse.Namespace) -> Show | None:

@@ -57,7 +57,7 @@ def _taken(options: argparse.Namespace) -> tuple[dict[str, Any], Receipt]:
     import torch
 
     from gaff.api import take
-    from gaff.cli.inputs import load_inputs, need_input
+    from gaff.cli.inputs import load_inputs, refuse_call
     from gaff.cli.models import load_model
 
     loaded = load_model(options.model)
@@ -68,7 +68,8 @@ def _taken(options: argparse.Namespace) -> tuple[dict[str, Any], Receipt]:
         with torch.no_grad():
             found: dict[str, Any] = extractor(*args, **kwargs)
     except TypeError as error:
-        raise need_input(options.input, error) from error
+        refuse_call(loaded.model, options.input, error)
+        raise
     return found, extractor.receipt
 
 

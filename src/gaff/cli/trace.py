@@ -33,7 +33,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the model once, and print and save the trace."""
     from gaff.api import trace
-    from gaff.cli.inputs import load_inputs, need_input
+    from gaff.cli.inputs import load_inputs, refuse_call
     from gaff.cli.models import load_model
     from gaff.cli.printing import print_text, show
     from gaff.cli.report import need_page
@@ -54,11 +54,12 @@ def run(options: argparse.Namespace) -> int:
             backward=backward,
             flops=not options.no_flops,
             ops=options.ops,
-            pictures=bool(options.html) or str(options.out).endswith(".html"),
+            pictures=bool(options.html) or str(options.out).endswith((".html", ".htm")),
             **kwargs,
         )
     except TypeError as error:
-        raise need_input(options.input, error) from error
+        refuse_call(loaded.model, options.input, error)
+        raise
     for path in (options.out, options.html):
         if path:
             told.save(path)

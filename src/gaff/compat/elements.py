@@ -216,6 +216,8 @@ def elements(tensor: Tensor) -> Tensor | None:
         return _joined(list(value.unbind()))
     if value.layout == torch.sparse_coo:
         value = value._values()
+    elif value.is_mkldnn:
+        value = value.to_dense()
     elif value.layout != torch.strided:
         value = value.values()
     if not is_plain(value):

@@ -200,11 +200,29 @@ def takes_fast_path(blocks: Iterable[nn.Module]) -> bool:
     """
     if not torch.backends.mha.get_fastpath_enabled():
         return False
-    for block in blocks:
+    for block in filter(_may_be_fused, blocks):
         needs_grad = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in block.parameters())
         if not block.training and not needs_grad:
             return True
     return False
+
+
+def _may_be_fused(block: nn.Module) -> bool:
+    """Whether torch has a fused path for a block made as this one is: with the batch first, biases, an even number of
+    heads, and ReLU or GELU between its linear layers."""
+    if isinstance(block, nn.TransformerEncoder):
+        return any(map(_may_be_fused, block.layers))
+    attention = getattr(block, "self_attn", block)
+    if isinstance(attention, nn.MultiheadAttention) and (
+        not (attention.batch_first and attention._qkv_same_embed_dim)
+        or attention.in_proj_bias is None
+        or attention.num_heads % 2
+    ):
+        return False
+    if not isinstance(block, nn.TransformerEncoderLayer):
+        return True
+    norms: list[Any] = [block.norm1, block.norm2]
+    return bool(block.activation_relu_or_gelu) and len({one.eps for one in norms}) == 1
 
 
 def _fusing(block: nn.Module) -> Iterator[nn.Module]:

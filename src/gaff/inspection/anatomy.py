@@ -22,7 +22,8 @@ class Anatomy:
 
     ``nodes``: in the order in which they ran. ``legacy_input`` and ``legacy_output``: what ``register_backward_hook``
     would have been given (shapes, and what they really are); ``grad_input``: the gradients of the module's inputs,
-    ``grad_output`` those that came to its outputs; ``parameters``: those of its parameters. Holds no tensor.
+    ``grad_output`` those that came to its outputs; ``parameters``: those of its parameters; ``legacy_node``: the number
+    of the node on which that hook hangs, -1 where it would not be called. Holds no tensor.
     """
 
     module: str
@@ -33,6 +34,7 @@ class Anatomy:
     legacy_input: tuple[Edge, ...]
     legacy_output: tuple[Edge, ...]
     notes: tuple[str, ...] = ()
+    legacy_node: int = -1
 
     def __str__(self) -> str:
         return anatomy_text.render_table(self)
@@ -69,7 +71,10 @@ class Anatomy:
             for name in ("grad_input", "grad_output", "parameters", "legacy_input", "legacy_output"):
                 told[name] = _edges(told[name])
             told["module"], told["notes"] = str(told["module"]), tuple(str(one) for one in told["notes"])
-            return cls(**told)
+            read = cls(**told)
+            if read.legacy_input and not 0 <= read.legacy_node < len(read.nodes):
+                raise ValueError(f"no node {read.legacy_node!r}, expected one of {len(read.nodes)}")
+            return read
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RecordError(f"anatomy cannot be read: {error!r}; expected what Anatomy.to_json wrote") from None
 

@@ -208,6 +208,7 @@ class _Explanation:
             at_last.outgoing if at_last is not None else (),
             at_last.incoming if at_last is not None else (),
             tuple(notes),
+            at_last.number if at_last is not None else -1,
         )
 
 

@@ -160,7 +160,8 @@ class Album:
         if kind == "attention" and value.dim() == 2:
             return " (the first of the batch, of its first head)"
         parts = [f"first {tiles.shape[0]} of {there} {names[kind]}"] if kind in names and there > tiles.shape[0] else []
-        if tuple(tiles.shape[-2:]) != tuple(value.shape[-2:]) and value.dim() > 1:
+        whole = tuple(value.shape[-2:]) if value.dim() > 1 and kind != "values" else (1, value.numel())
+        if tuple(tiles.shape[-2:]) != whole:
             parts.append("averaged to fit")
         if not bool(torch.isfinite(value).all()):
             parts.append(f"{int((~torch.isfinite(value)).sum())} not finite, drawn at the ends of the scale")

@@ -242,8 +242,10 @@ def _likeness(block: Sequence[ModuleRow | OpRow]) -> tuple[Any, ...]:
             row.path.removeprefix(base),
             row.cls,
             tuple(row.parameters.items()),
+            tuple(row.buffers.items()),
             row.input,
             row.output,
+            row.dtype,
             row.calls,
             row.same_as,
         )

@@ -67,5 +67,9 @@ class Explained(Protocol):
         """What the legacy ``register_backward_hook`` calls ``grad_output``: what came to the output's node."""
 
     @property
+    def legacy_node(self) -> int:
+        """The number of the node on which that hook hangs; -1 where it did not run."""
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on what the numbers do not tell, or tell only in part."""

@@ -7,10 +7,10 @@ for each process a log ``*.gaff`` and a ring ``*.ring`` of its last steps. The r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gaff.address.grammar import nearest
 from gaff.errors import RecordError
@@ -37,6 +37,7 @@ from gaff.record.statistics import DERIVED, value_of
 from gaff.record.trainings import cases, evaluated
 from gaff.record.verdict import STOPPED, Verdict, judge_all
 
+_T = TypeVar("_T")
 VERSION = 1
 HEAD = "run.json"
 ENDING = ".gaff"
@@ -122,10 +123,9 @@ class Record:
     def verdict(self) -> Verdict:
         """What the run comes to, as far as it has come: its state, the cause, what shows it, since when.
 
-        Computed anew each time, from the findings of all processes and the losses of the first one at every step; of
-        several trainings, one after the other, it is that of the worst.
+        Computed anew each time, by the findings of all processes and the losses of one; the worst of several trainings.
         """
-        return judge_all(cases(self), _failure(self.head, self._parts))
+        return _reading(self.path, lambda: judge_all(cases(self), _failure(self.head, self._parts)))
 
     @property
     def experiments(self) -> Experiments | None:
@@ -204,7 +204,7 @@ class Record:
 
     def evaluated(self, rank: int = 0) -> dict[str, tuple[tuple[int, float], ...]]:
         """The mean losses of evaluations, by the names of torch's functions, each with the steps made before it."""
-        return evaluated(self.part(rank))
+        return _reading(self.path, lambda: evaluated(self.part(rank)))
 
     def saved(self, rank: int = 0) -> tuple[tuple[int, str], ...]:
         """The files that ``torch.save`` has written: how many steps were made before, and the file as it was named."""
@@ -351,6 +351,14 @@ def _find(names: dict[str, tuple[str, str]], site: str, path: Path, phase: str) 
         raise RecordError(f"{site!r} is in several models: expected one of {places}")
     near = ", ".join(nearest(site, list(names))) or "none"
     raise RecordError(f"no site {site!r} in {path} of {len(names)} sites; nearest: {near}")
+
+
+def _reading(path: Path, read: Callable[[], _T]) -> _T:
+    """What ``read`` returns, which reads events: one that is not as gaff writes it is a RecordError."""
+    try:
+        return read()
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise RecordError(f"record {str(path)!r} holds an event that cannot be read: {error!r:.100}") from error
 
 
 def _joined(model: str, address: str) -> str:

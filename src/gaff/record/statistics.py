@@ -252,7 +252,10 @@ class Numbers:
 
         That is the upper edge of the bucket of magnitudes in which half of what was counted is reached; 0 of nothing.
         """
-        half, seen = self._row[SAMPLED] / 2, 0.0
+        half = self._row[SAMPLED] / 2
+        seen = self._row[SAMPLED] - sum(self._row[SAMPLED + 1 :])  # zeros are in no bucket
+        if seen >= half:
+            return 0.0
         for bucket, count in enumerate(self._row[SAMPLED + 1 :]):
             seen += count
             if seen >= half > 0:

@@ -219,11 +219,11 @@ class Clipping:
                 else:
                     limit = told = usual if limit is None else usual.clamp(max=limit)
             if limits.norm is not None:
-                tell_clipped(total, limits.norm)  # to who watches the training
+                tell_clipped(total, limits.norm, limits.norm_type)  # to who watches the training
             if limit is not None:
                 factor = (limit / (total + TINY)).clamp(max=1.0)
-                if isinstance(skip, Tensor):  # what is skipped is left as it is
-                    factor = torch.where(skip, 1.0, factor)
+                is_left = torch.as_tensor(skip, device=factor.device)  # what is skipped is left as it is
+                factor = torch.where(is_left, 1.0, factor)
                 foreach.scale_all(gradients, factor)
         is_apart = len({one.device for one in norms}) > 1
         near = [one.to(norms[0].device) for one in norms] if is_apart else norms

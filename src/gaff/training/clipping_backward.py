@@ -66,15 +66,12 @@ class BackwardClipping:
         for parameter in self.follow():
             if parameter.grad is not None:
                 parameter.grad = self._change(parameter, parameter.grad)
-        numbers = [number for number in sorted(self._passed) if self._parameters.all[number].grad is not None]
+        late = [self._parameters.all[number] for number in sorted(self._passed)]
         self._passed.clear()
-        is_skipped = bool(numbers) and self._is_overflow()
-        if numbers and not is_skipped:
-            gradients = [one for number in numbers if (one := self._parameters.all[number].grad) is not None]
-            self._zeroed.update(dict.fromkeys(self._parameters.nonfinite(gradients, numbers)))
-            for gradient in gradients:
-                local = distributed.local_of(gradient)
-                local.masked_fill_(~local.isfinite(), 0)
+        is_skipped = any(one.grad is not None for one in late) and self._is_overflow()
+        for parameter in late if not is_skipped else ():
+            if parameter.grad is not None:
+                parameter.grad = self._change(parameter, parameter.grad, is_last=True)
         self._audit.add(None, skipped=is_skipped, nonfinite=tuple(self._zeroed))
         self._zeroed.clear()
         return is_skipped
@@ -82,9 +79,10 @@ class BackwardClipping:
     def _note_scaled(self, loss: Any, scaled: Any, scaler: Any) -> None:
         self._is_scaled = True
 
-    def _change(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+    def _change(self, parameter: Tensor, gradient: Tensor, *, is_last: bool = False) -> Tensor:
         """The gradient to go on with, of one that has just come; called inside backward, and waits for the device.
 
+        ``is_last``: no scaler will look at it any more.
         It is not written to, since other nodes of the autograd graph may hold it. Where a parameter's parts lie on
         several processes all of these come here together: the norm is that of the whole gradient, and each process
         changes its own part.
@@ -101,7 +99,7 @@ class BackwardClipping:
         gradient = distributed.settled(gradient)
         local, norm = distributed.local_of(gradient), self._norm(gradient)
         if not bool(norm.isfinite()):
-            if self._is_scaled and not bool(local.isfinite().all()):
+            if self._is_scaled and not is_last and not bool(local.isfinite().all()):
                 self._passed.add(number)
                 return gradient
             if bad := self._parameters.nonfinite([gradient], [number]):

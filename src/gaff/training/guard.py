@@ -260,13 +260,15 @@ class Guard(Unopened):
     def _origin(self, *, has_gradients: bool) -> Report:
         """Something is not finite: the origin of it, or what is known; False where none of it is wrong.
 
-        Where none of it is wrong the modules that returned it are noted as meant, and asked for NaN only from then on.
+        Where none of it is wrong the sums of what the modules returned may have overflowed: these are looked at more
+        closely from then on, and if that has happened already they are noted as meant, and asked for NaN only.
         """
         hits = self._runs.hits()
         report = self._search.origin(hits, has_gradients=has_gradients)
         for one in hits if not report else ():
-            one.has_meant = True
-            self.notes.append(f"{one.path or 'the model'} returns infinite values that are meant: only NaN is told")
+            if one.is_exact:
+                self.notes.append(f"{one.path or 'the model'} returns infinite values that are meant: only NaN is told")
+            one.is_exact, one.has_meant = True, one.is_exact
         return report
 
     def _tell(self, report: Report) -> None:

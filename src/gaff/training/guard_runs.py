@@ -99,12 +99,13 @@ class KeptRuns:
 class Probe(Stream):
     """Adds one number for each output of one module to the run in progress: finite if the output is, but for overflow.
 
-    A stream of the engine, called inside hooks; it reads nothing. ``has_meant``: infinite values there are meant, only
-    NaN is looked for. ``in_graph``: what compiled code computes in its place, the largest magnitude, since only one
+    A stream of the engine, called inside hooks; it reads nothing. ``is_exact``: its sum has overflowed, for which the
+    largest magnitude is asked from then on; ``has_meant``: infinite values there are meant, only NaN is looked for.
+    ``in_graph``: what compiled code computes in its place, the largest magnitude, since only one
     number is to leave the compiled graph.
     """
 
-    has_meant = False
+    is_exact = has_meant = False
     in_graph = staticmethod(lambda tensor: _largest(tensor))
 
     def __init__(self, runs: KeptRuns, path: str) -> None:
@@ -146,9 +147,15 @@ class Probe(Stream):
             autograd.set_grad_enabled(False)
             try:
                 with modes.outside_modes():  # a selective checkpoint counts operations
-                    batch.sums.append((self, _is_nan(tensor) if self.has_meant else probe(value)))
+                    batch.sums.append((self, self._number(tensor, value)))
             finally:
                 autograd.set_grad_enabled(had_grad)
+
+    def _number(self, tensor: Tensor, value: Tensor) -> Tensor:
+        """What is kept of a tensor, of which ``value`` are the numbers."""
+        if self.has_meant:
+            return _is_nan(tensor)
+        return _largest(value) if self.is_exact else probe(value)
 
 
 def are_finite(sums: Iterable[Tensor]) -> bool:
@@ -169,6 +176,6 @@ def _is_nan(tensor: Tensor) -> Tensor:
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    """The largest magnitude of a tensor, NaN where there is one; in compiled code, where every tensor is plain."""
+    """The largest magnitude of a plain tensor, NaN where there is one."""
     value = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return value.abs().amax() if value.numel() else torch.zeros((), device=tensor.device)

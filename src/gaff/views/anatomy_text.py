@@ -61,8 +61,7 @@ def explain_legacy(anatomy: Explained) -> list[str]:
     """
     if not anatomy.legacy_input:
         return ["the legacy register_backward_hook would not be called: the first tensor that is returned has no graph"]
-    # as text: a NaN that was read from a file is equal to no other
-    last = next(row for row in anatomy.nodes if repr(row.outgoing) == repr(anatomy.legacy_input))
+    last = anatomy.nodes[anatomy.legacy_node]
     count = len([row for row in anatomy.nodes if row.name != "AccumulateGrad"])
     shown = "; ".join(
         f"{_shape(edge)} is the gradient of {edge.whose}, norm {_norm(edge)}" if edge.norm is not None else "None"

@@ -202,11 +202,12 @@ def site_table(
     stay, then as many of the first and of the last as there is room for. Empty text where no module has numbers.
     A line below says what ``!`` means where the table has one.
     """
-    flags: dict[str, list[str]] = {}
+    flags: dict[tuple[str, str], list[str]] = {}  # by model and address
     for finding in findings:
         if not finding.is_over and finding.site:  # else of the run as a whole
             for site in (finding.site, *finding.also):
-                flags.setdefault(site, []).append(finding.rule)
+                flags.setdefault((finding.model, site), []).append(finding.rule)
+    keys = record.names()
     rows = []
     names = [name for name in record.sites if ":" not in name.replace(":output", "")]
     for name in names:
@@ -215,7 +216,7 @@ def site_table(
             continue
         gradient = gradient_of(name, record.sites)
         backward = series_of(record, gradient, "rms")
-        wrong = flags.get(name, []) or flags.get(name.partition(".")[2], [])
+        wrong = flags.get(keys[name], [])
         rows.append((name, last_rms(record, name), sparkline(forward.values, plain=plain), last_rms(record, gradient),
                      sparkline(backward.values, plain=plain), ", ".join(dict.fromkeys(wrong))))  # fmt: skip
     if not rows:

@@ -70,7 +70,7 @@ def table(
     if told is not None:
         told.heads.update(dict.fromkeys(one.strip() for one in head if one.strip()))
         width = told.width if width is None else width
-        wanted = [number for number in chosen if head[number].strip() in told.columns]
+        wanted = [number for number, one in enumerate(head) if one.strip() in told.columns]
         chosen = sorted({*wanted, *(one for one in kept if one in chosen)}) if wanted else chosen
     cells = [[row[number].replace("\n", " ") for number in range(len(head))] for row in (head, *rows)]
     widths = {number: max(len(row[number]) for row in cells) for number in chosen}
@@ -160,7 +160,7 @@ def count_text(number: float) -> str:
     if abs(number) < 10_000:
         return f"{number:g}"
     for unit, size in (("K", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12)):
-        if abs(number) < size * 1000:
+        if abs(number) < size * 999.5:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
 

@@ -7,6 +7,7 @@ the table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -64,7 +65,8 @@ def _down_to(trace: Traced, depth: int | None) -> tuple[Sequence[CallRow], list[
     told_of = {one.path: one.parameters for one in trace.modules if one.parameters >= 0}
     known: list[CallRow] = []
     for row, after in zip(trace.rows, [*trace.rows[1:], None], strict=True):
-        if row.depth == deepest and after is not None and after.depth > deepest:
+        is_holder = row.depth == deepest and after is not None and after.depth > deepest
+        if is_holder and not parse_site(row.site).op:
             inside = f"{row.path}." if row.path else ""
             total = sum(elements for path, elements in sizes if path.startswith(inside))  # in files of before
             known.append(replace(row, parameters=told_of.get(row.path, total)))
@@ -153,22 +155,32 @@ def is_inside(row: CallRow, head: CallRow) -> bool:
 
 
 def likeness(block: Sequence[CallRow]) -> tuple[object, ...]:
-    """What makes blocks equal to a reader: sites below the block's own path, classes, shapes and sizes of all rows.
+    """What makes blocks equal to a reader: sites below the block's own path, classes, shapes and sizes of all rows, and
+    whether gradients came, were zero or not finite.
 
     The number of a call counts only as first or not, so that blocks which are called again fold as well.
     """
     base = block[0].path
     return tuple(
-        (row.site.removeprefix(base).partition("@")[0], row.cls, row.input, row.output, row.parameters, row.call == 0)
+        (row.site.removeprefix(base).partition("@")[0], row.cls, row.input, row.output, row.parameters, row.call == 0,
+         _kind(row.grad_output))
         for row in block
-    )
+    )  # fmt: skip
+
+
+def _kind(gradient: Gradient | None) -> str:
+    """Of which kind a gradient is to a reader: not asked for, none, zero, not finite or another."""
+    if gradient is None or gradient.norm is None:
+        return "" if gradient is None else "none"
+    return "zero" if not gradient.norm else "finite" if math.isfinite(gradient.norm) else "nonfinite"
 
 
 def tree_line(head: CallRow, last: CallRow | None, count: int) -> str:
     """The line of one call, or of ``count`` equal ones from ``head`` to ``last``."""
     name = head.site if last is None else f"{head.site} ... {last.site.rpartition('.')[2]} ({count}x)"
     parameters = f"  {count_text(head.parameters)} params" if head.parameters else ""
-    grad = f"  grad {_gradient(head.grad_output)}" if head.grad_output is not None else ""
+    of_first = "" if last is None else " (the first)"
+    grad = f"  grad {_gradient(head.grad_output)}{of_first}" if head.grad_output is not None else ""
     return f"{'  ' * head.depth}{name}  {head.cls}  {head.input} -> {head.output}{parameters}{grad}"
 
 
@@ -177,7 +189,7 @@ def _gradient(gradient: Gradient | None) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds:.3g}s" if seconds >= 1 else f"{seconds * 1000:.3g}ms"
+    return f"{seconds:.3g}s" if seconds >= 0.9995 else f"{seconds * 1000:.3g}ms"
 
 
 def _tabs(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -155,9 +155,11 @@ def _after(tell: Callable[..., None]) -> Callable[[Any, list[bool]], Any]:
 
 
 def _tell_scaled(told: Told, scaled: Any, scaler: Any, outputs: Any) -> None:
-    """``GradScaler.scale`` has run, which tells the loss and what has become of it, unless scaling is off."""
-    if isinstance(outputs, torch.Tensor) and scaled is not outputs:
-        told.loss_scaled(outputs, scaled, scaler)
+    """``GradScaler.scale`` has run, which tells each loss and what has become of it, unless scaling is off."""
+    is_several = isinstance(outputs, (list, tuple)) and isinstance(scaled, (list, tuple))
+    for loss, made in zip(outputs, scaled, strict=True) if is_several else [(outputs, scaled)]:
+        if isinstance(loss, torch.Tensor) and made is not loss:
+            told.loss_scaled(loss, made, scaler)
 
 
 def _scaler_step(original: Any, live: list[bool]) -> Any:
@@ -220,10 +222,13 @@ def _tell_loaded(told: Told, keys: Any, module: nn.Module, *args: Any, **kwargs:
     told.loaded(module, keys)
 
 
-def tell_clipped(norm: Any, most: Any) -> None:
-    """Tell that gradients of this norm are about to be scaled down to one of ``most``, by other code than torch's."""
+def tell_clipped(norm: Any, most: Any, kind: Any = 2.0) -> None:
+    """Tell that gradients of this norm are about to be scaled down to one of ``most``, by other code than torch's.
+
+    ``kind``: the order of the norm, as ``clip_grad_norm_`` has it.
+    """
     for told in list(_OPEN):
-        told.clipped(norm, most, 2.0)
+        told.clipped(norm, most, kind)
 
 
 def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -180,13 +180,12 @@ def _mean(case: Case) -> str:
 
 def _loss(case: Case) -> str:
     """Losses averaged over nothing: every target ignored, or an empty batch."""
-    target = case.argument(1, "target")
+    x, target = case.args[0] if case.args else None, case.argument(1, "target")
+    if isinstance(x, Tensor) and x.numel() == 0:
+        return "the loss of an empty batch: the mean over no example is 0/0"
     ignored = case.kwargs.get("ignore_index", -100)
     if isinstance(target, Tensor) and not target.is_floating_point() and bool((target == ignored).all()):
         return f"every target is {ignored}, the ignore_index: the mean over no example is 0/0"
-    x = case.args[0] if case.args else None
-    if isinstance(x, Tensor) and x.numel() == 0:
-        return "the loss of an empty batch: the mean over no example is 0/0"
     return ""
 
 

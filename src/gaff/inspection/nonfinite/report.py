@@ -100,7 +100,7 @@ class Report:
         """What began where and why on the first lines, then what went in and came out, who passed it on, and notes."""
         if not self.found:
             return "\n".join([f"no NaN or inf in {self.ops} ops", *(f"note: {note}" for note in self.notes)])
-        what = "inf" if self.output is not None and not self.output.nan else "NaN"
+        what = "NaN or inf" if self.output is None else "NaN" if self.output.nan else "inf"
         lines = [f"{what} {_BEGAN[self.direction]} {self.site}" + (f", {self.line}" if self.line else "")]
         lines[0] += f", on rank {self.rank}" if self.rank is not None else ""
         lines += [f"    {self.code}"] if self.code else []

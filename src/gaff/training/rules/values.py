@@ -357,7 +357,7 @@ def initial_loss(sample: Sample, past: Past) -> Iterator[Hit]:
     name, expected = classes["loss"], classes.get("times", 1.0) * math.log(classes["count"])
     factor = sample.facts.get("factor", {})
     value = sample.losses.get(name)
-    if value is not None and factor.get("loss") == name:
+    if value is not None and factor.get("loss") == name and factor["by"]:  # 0 of an empty batch
         value /= factor["by"]
     if value is not None and value > 2 * expected + 1:
         times = f"{classes['times']:.4g} " if classes.get("times", 1.0) != 1 else ""

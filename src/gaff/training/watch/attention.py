@@ -37,7 +37,7 @@ def shown_by(kind: str, args: Any, output: Any) -> Tensor | None:
     if not isinstance(found, Tensor) or found.dim() < (3 if kind == "attention" else 4):
         return None
     value = readable(found)
-    if value is None or value.shape[-1] < _LEAST_ROWS or value.shape[-2] < _LEAST_ROWS:
+    if value is None or not value.numel() or value.shape[-1] < _LEAST_ROWS or value.shape[-2] < _LEAST_ROWS:
         return None
     with torch.no_grad():
         some = value[:1].float()
@@ -67,9 +67,9 @@ def observe_fused(numbers: Accumulator, key: Key, args: tuple[Any, ...], kwargs:
     if weights.untold:
         return weights.untold
     queries, keys = weights.shape[-2:]
-    if queries < _LEAST_ROWS or keys < _LEAST_ROWS:
-        return ""
     heads = weights.shape[:-2].numel()
+    if queries < _LEAST_ROWS or keys < _LEAST_ROWS or not heads:
+        return ""
     if heads * keys > _MOST_SCORES:
         return f"attention of {heads} heads to {keys} keys is too much to be computed once more"
     rows = min(_MOST_ROWS, _MOST_SCORES // (heads * keys))

@@ -113,7 +113,9 @@ class EvaluationCalls:
 def _targets(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
     """Of how many targets a loss is, perhaps as a tensor, and whether it is a sum over them; else it is their mean.
 
-    Of targets that are numbers of classes those count that are not to be ignored. 1 and no sum where it cannot be told.
+    Of targets that are numbers of classes those count that are not to be ignored, each by the weight of its class,
+    which torch's mean divides by; where they are probabilities each example has one. 1 and no sum where it cannot be
+    told.
     """
     try:
         given = signature(getattr(torch.nn.functional, name)).bind_partial(*args, **kwargs).arguments
@@ -124,5 +126,10 @@ def _targets(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if not isinstance(target, Tensor) or not target.numel():
         return 1, False
     if name in OVER_CLASSES and not target.is_floating_point():
-        return (target != given.get("ignore_index", -100)).sum(), is_sum
+        counts, weight = target != given.get("ignore_index", -100), given.get("weight")
+        if not isinstance(weight, Tensor):
+            return counts.sum(), is_sum
+        return (weight[target.clamp(0, len(weight) - 1)] * counts).sum(), is_sum
+    if name in (*OVER_CLASSES, "multilabel_margin_loss") and target.dim() > 1:
+        return target.numel() // target.shape[1], is_sum
     return target.numel(), is_sum

@@ -128,12 +128,13 @@ def factor_of(node: Any) -> float | None:
     if kind not in ("MulBackward", "DivBackward"):
         return None
     value = getattr(node, "_saved_other", None) if node.name().endswith("1") else None  # a number, of torch's own code
-    if isinstance(value, float):
-        return value or None
-    other = kept_by(node, "other")
-    if other is None or other.numel() != 1 or other.device.type != "cpu" or other.requires_grad:
-        return None
-    value = float(other)
+    if not isinstance(value, float):
+        other = kept_by(node, "other")
+        if other is None or other.numel() != 1 or other.device.type != "cpu" or other.requires_grad:
+            return None
+        if other.is_complex():
+            return None
+        value = float(other)
     factor = 1 / value if value and kind == "DivBackward" else value
     return factor if factor and math.isfinite(factor) else None
 

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from gaff.inspection.nonfinite.unsafe_ops import UnsafeOp, steep_ops
 from gaff.training.watch.kept_graphs import LossGraphs
 from gaff.training.watch.loss_graph import facts_of_graph, teaches_targets
 from gaff.training.watch.mixing_axis import mistaken
+from gaff.training.watch.scaled_losses import ScaledLosses, scale_of
 from gaff.training.watch.variable_names import caller, name_of_loss
 
 _LENGTH = 128  # losses that a spike is compared with, as in OLMo-core's SkipStep
@@ -95,21 +95,7 @@ class Losses:
         self.partial: dict[str, int] = {}  # by loss of which each process has a summand: how many in this step
         self._latest: tuple[Any, ...] = (self, 0, 0, "", "")  # place, model and name of the last one
         self._past: dict[str, PastLosses] = {}
-        self._scaled: list[tuple[ref[Tensor], ref[Tensor], Tensor, Any]] = []  # scaled, loss, its value, scaler
-
-    def note_scale(self, loss: Tensor, scaled: Tensor, scaler: Any) -> None:
-        """Remember that a GradScaler has multiplied ``loss``: the backward pass will begin from ``scaled``.
-
-        Both are held weakly, of the last few losses only; the loss's value is kept by reference to its memory.
-        """
-        self._scaled = [one for one in self._scaled if one[0]() is not None][-8:]
-        self._scaled.append((ref(scaled), ref(loss), loss.detach(), scaler))
-
-    def scale_of(self, outputs: Any) -> Any:
-        """By what a GradScaler has multiplied what a backward pass begins from; 1 where nobody has."""
-        first = next(iter(outputs), None) if isinstance(outputs, (list, tuple)) else outputs
-        known = next((one[3] for one in self._scaled if one[0]() is first), None) if self._scaled else None
-        return 1.0 if known is None else _scale_of(known)
+        self.scaled = ScaledLosses()
 
     def clipped(self, norm: Any, most: Any, kind: Any = 2.0, *, is_stale: bool = False) -> None:
         """``clip_grad_norm_`` has found this norm, and scales gradients to ``most`` where it is more. Never waits.
@@ -151,17 +137,16 @@ class Losses:
         interest, see ``facts``.
         """
         self.count += 1
-        known = next((one for one in self._scaled if one[0]() is tensor), None) if self._scaled else None
-        named = tensor if known is None else known[1]()
+        self._scaler, loss, known = self.scaled.by(tensor)
+        named = tensor if known is None else loss
         name = self._name(named, at, whose)
-        self._scaler = None if known is None else known[3]
-        if known is not None:
-            self.scale = _scale_of(known[3])
-        scale = 1.0 if known is None else self.scale
+        if self._scaler is not None:
+            self.scale = scale_of(self._scaler)
+        scale = 1.0 if self._scaler is None else self.scale
         if is_sampled:
             self._note_graph(tensor, named, name, scale)
         self._graphs.add(tensor if named is None else named)
-        value = distributed.known_here(tensor.detach() if known is None else known[2])
+        value = distributed.known_here(tensor.detach() / scale if known is None else known)
         if value is None:  # it takes all processes to tell
             self.partial[name] = self.partial.get(name, 0) + 1
             return Noted(name, False, scale, None)
@@ -247,7 +232,7 @@ class Losses:
         """Begin a new step: the sums of this one are dropped, while names and past values stay."""
         self._now, self.partial = {}, dict.fromkeys(self.partial, 0)
         self._graphs.step_ends()
-        self.unclipped = self._scaler = None
+        self.unclipped = self._scaler = self.scale = None
         self.facts = {name: self.facts[name] for name in (_BY_HAND, "ctc_axis") if name in self.facts}  # it stays so
         self.steep = []
 
@@ -336,14 +321,6 @@ def _hypot(one: Any, other: Any) -> Any:
     if given is None:
         return math.hypot(one, other)
     return torch.hypot(*(torch.as_tensor(part, dtype=torch.float32, device=given.device) for part in (one, other)))
-
-
-def _scale_of(scaler: Any) -> Any:
-    """The factor of a GradScaler; where it lies on a device, a copy there, for it is changed in place. Never waits."""
-    scale = getattr(scaler, "_scale", None)
-    if isinstance(scale, Tensor) and scale.device.type != "cpu":
-        return scale.detach().clone()
-    return float(scaler.get_scale())
 
 
 def _has_unscaled(scaler: Any) -> bool:

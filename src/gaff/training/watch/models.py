@@ -47,10 +47,11 @@ class WatchedModule:
 
     model: str
     path: str
-    kind: str  # "rectifier", "tanh", "sigmoid", "dropout", "softmax", "attention", "mixing" or ""
-    channels_at: int | None  # the dimension of its units, 1 or -1; None: of those of what came before
+    kind: str  # "rectifier", "bounded", "dropout", "softmax", "attention", "mixing" or ""
+    channels_at: int | None  # the dimension of its units; None: of those of what came before
     is_wanted: bool
     routing: Routing | None = None  # what it is to a mixture of experts
+    flat_beyond: tuple[float, float] | None = None  # of a bounded function: values at which, and beyond, it is flat
     keys: dict[tuple[str, Place], Key] = field(default_factory=dict)
 
     def key(self, port: str, place: Place = ()) -> Key:
@@ -315,8 +316,9 @@ class Models:
             if module not in self.entries and not is_container(module):
                 is_wanted = wanted is None or id(module) in wanted
                 self.entries[module] = WatchedModule(
-                    model.name, path, _kind_of(module), _channels_of(module), is_wanted, routings.get(module)
-                )
+                    model.name, path, _kind_of(module), _channels_of(module), is_wanted, routings.get(module),
+                    _flat_beyond(module),
+                )  # fmt: skip
         model.graphs.update(trees_of(module for _, module, _ in iter_modules(root)))
 
 
@@ -344,11 +346,11 @@ def _kind_of(module: nn.Module) -> str:
     name, cls = type(module).__name__, class_of(module)
     if issubclass(cls, _RECTIFIERS) or (not list(module.children()) and name.endswith(_NAMES_OF_RECTIFIERS)):
         return "rectifier"
+    if issubclass(cls, nn.Softmax):
+        return "softmax" if module.dim in (-1, 3) else ""  # of attention's four dimensions the last
     for kind, classes in (
-        ("tanh", (nn.Tanh, nn.Hardtanh)),
-        ("sigmoid", (nn.Sigmoid, nn.Hardsigmoid)),
+        ("bounded", (nn.Tanh, nn.Hardtanh, nn.Sigmoid, nn.Hardsigmoid)),
         ("dropout", (nn.Dropout,)),
-        ("softmax", (nn.Softmax,)),
         ("attention", (nn.MultiheadAttention,)),
         ("mixing", _MIXING),
     ):
@@ -357,9 +359,26 @@ def _kind_of(module: nn.Module) -> str:
     return "mixing" if name == "Conv1D" else ""  # of transformers' GPT-2: a Linear
 
 
-def _channels_of(module: nn.Module) -> int | None:
-    """The dimension in which the units of a module's output lie; None for one that has none of its own."""
+def _flat_beyond(module: Any) -> tuple[float, float] | None:
+    """Between which values of a bounded function's its slope is 6 % of the largest or more; None of other modules.
+
+    Those with corners are flat at their ends alone.
+    """
     cls = class_of(module)
+    if issubclass(cls, nn.Hardtanh):
+        return float(module.min_val), float(module.max_val)
+    known = ((nn.Tanh, (-0.97, 0.97)), (nn.Sigmoid, (0.015, 0.985)), (nn.Hardsigmoid, (0.0, 1.0)))
+    return next((ends for one, ends in known if issubclass(cls, one)), None)
+
+
+def _channels_of(module: Any) -> int | None:
+    """The dimension in which the units of a module's output lie; None for one that has none of its own.
+
+    That of convolutions is counted from the end: they may be given a single example without a batch.
+    """
+    cls = class_of(module)
+    if issubclass(cls, nn.modules.conv._ConvNd):
+        return -1 - len(module.kernel_size)
     if issubclass(cls, _ALONG_ONE):
         return 1
     return -1 if issubclass(cls, _MIXING) or cls.__name__ == "Conv1D" else None

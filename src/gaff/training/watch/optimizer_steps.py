@@ -222,7 +222,7 @@ class OptimizerSteps:
 
 def rate_of(optimizer: Any) -> float:
     """The learning rate of an optimizer's first parameter group, now; NaN where it has none."""
-    return next((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), math.nan)
+    return next((step_facts.rate_in(group) for group in optimizer.param_groups if "lr" in group), math.nan)
 
 
 def _averages(optimizer: Any) -> bool:

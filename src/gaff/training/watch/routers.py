@@ -58,7 +58,8 @@ def routings_of(root: nn.Module) -> dict[nn.Module, Routing]:
 class _Tally:
     """Where the tokens of one gate went: by first choices until integers tell more. Counts lie on the device.
 
-    ``called``: how many rows each expert that was called has returned.
+    ``called``: how many rows each expert that was called has returned; ``shape``: that of the tokens which were scored
+    last, None before.
     """
 
     key: Key
@@ -68,6 +69,7 @@ class _Tally:
     tokens: int = 0
     tokens_exact: int = 0
     called: Counter[int] = field(default_factory=Counter)
+    shape: torch.Size | None = None
 
 
 @dataclass(slots=True)
@@ -98,13 +100,13 @@ class Routes:
         if which in self._begun:
             return
         tensors = [one for _, one in iter_tensors(output) if elements.is_plain(one) and elements.is_readable(one)]
-        chosen = next((one for one in tensors if not one.is_floating_point()), None)
-        if chosen is not None:
-            self._chosen(self._tallies.setdefault(which, _Tally(key)), chosen, routing.experts)
         scores = (one for one in tensors if one.is_floating_point() and one.shape[-1:] == (routing.experts,))
         value = next((found for one in scores if (found := readable(one)) is not None), None)
         if value is not None:
             self._scored(self._tallies.setdefault(which, _Tally(key)), value, routing.experts)
+        chosen = next((one for one in tensors if not one.is_floating_point()), None)
+        if chosen is not None:
+            self._chosen(self._tallies.setdefault(which, _Tally(key)), chosen, routing.experts)
 
     def take(self) -> dict[Key, tuple[Tensor, bool, int, Any]]:
         """Of each gate the tokens by expert, whether that is where they went, how many there were, and were dropped.
@@ -124,6 +126,7 @@ class Routes:
 
     def _scored(self, tally: _Tally, scores: Tensor, experts: int) -> None:
         """Scores of all tokens, [..., experts]: count first choices, and note how spread the probabilities are."""
+        tally.shape = scores.shape[:-1]
         with torch.no_grad():
             flat = scores.reshape(-1, experts).float()
             if not flat.shape[0]:
@@ -138,18 +141,25 @@ class Routes:
             self._numbers.add_share("choice", tally.key, entropy, 1)
 
     def _chosen(self, tally: _Tally, chosen: Tensor, experts: int) -> None:
-        """Integers: a mask over the experts, or their indices; tokens without any are those that were dropped."""
+        """A mask over the experts, of truth values or zeros and ones, or their indices: one for each token, or several
+        in a last dimension, as the shape of the tokens tells. Tokens without any are those that were dropped.
+
+        Of integers that may be either, all at most 1, over as many as there are experts, a mask is taken for granted.
+        """
+        is_one_each = chosen.dim() == 1 or chosen.shape == tally.shape or chosen.shape[-1] > experts
+        is_mask = chosen.dtype == torch.bool or (not is_one_each and chosen.shape[-1] == experts)
         with torch.no_grad():
-            if chosen.shape[-1:] == (experts,):
-                mask = chosen.reshape(-1, experts) != 0
-                counts, dropped = mask.sum(0).to(elements.wide_type(mask)), (~mask.any(-1)).sum()
-            else:
-                indices = chosen.reshape(-1, chosen.shape[-1] if chosen.dim() > 1 else 1)
-                is_one = (indices >= 0) & (indices < experts)
-                counts, dropped = _count(indices.clamp(0, experts - 1), experts, is_one), (~is_one.any(-1)).sum()
+            rows = chosen.reshape(-1, 1 if is_one_each and not is_mask else chosen.shape[-1])
+            is_one = (rows >= 0) & (rows < experts)
+            counts, has_any = _count(rows.clamp(0, experts - 1), experts, is_one), is_one.any(-1)
+            if is_mask:
+                mask = rows != 0
+                told = (rows <= 1).all()  # else these are indices, of as many as there are experts
+                counts = torch.where(told, mask.sum(0).to(counts.dtype), counts)
+                has_any = torch.where(told, mask.any(-1), has_any)
             tally.exact = counts if tally.exact is None else tally.exact + counts
-            tally.dropped = tally.dropped + dropped
-            tally.tokens_exact += chosen.numel() // (chosen.shape[-1] if chosen.dim() > 1 else 1)
+            tally.dropped = tally.dropped + (~has_any).sum()
+            tally.tokens_exact += len(rows)
 
 
 def load_of(told: tuple[Tensor, bool, int, Any]) -> Load:

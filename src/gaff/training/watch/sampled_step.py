@@ -213,7 +213,7 @@ class SampledStep:
         elif entry is not None and self.is_open:
             if entry.kind == "dropout" and module.training:  # functions are heard, too, where no code is compiled
                 self.facts.setdefault("dropouts", {})[entry.model, entry.path] = float(getattr(module, "p", 0.0))
-            if isinstance(module, _OVER_SEQUENCES) and args and isinstance(args[0], Tensor) and args[0].dim() == 3:
+            if isinstance(module, _OVER_SEQUENCES) and args and _is_of_three(args[0]):
                 told = {"batch_first": module.batch_first, "shape": tuple(args[0].shape)}
                 self.facts.setdefault("sequences", {}).setdefault((entry.model, entry.path), told)
             if autograd.backward_task() != -1:
@@ -290,7 +290,7 @@ class SampledStep:
             return
         value = readable(tensor)
         if value is not None:
-            self._observe(entry.key("input"), value, entry.channels_at or -1)
+            self._observe(entry.key("input"), *_real(tensor, value, entry.channels_at or -1))
 
     def _returned(self, entry: WatchedModule, place: Place, tensor: Tensor) -> None:
         """One tensor was returned: look at it, unless it has just been looked at under another address.
@@ -318,10 +318,10 @@ class SampledStep:
             if tensor.is_floating_point():
                 self.notes.add(f"{key[1]}: {_unread(tensor)} is not looked at")
             return
-        has_units = entry.kind in ("rectifier", "tanh", "sigmoid") or not entry.path
-        self._observe(key, value, self._latest.channels_at if has_units else None)
-        if entry.kind in ("tanh", "sigmoid"):
-            _count_saturated(self.numbers, key, value, entry.kind)
+        has_units = entry.kind in ("rectifier", "bounded") or not entry.path
+        self._observe(key, *(_real(tensor, value, self._latest.channels_at) if has_units else (value, None)))
+        if entry.flat_beyond is not None and entry.kind == "bounded":
+            _count_saturated(self.numbers, key, value, entry.flat_beyond)
         self._latest.set(tensor, key, is_inside=self._stands is not None)
         one.is_followed = self._follow(entry, place, tensor) or one.is_followed
 
@@ -388,19 +388,36 @@ class SampledStep:
 
     def _observe_units(self, key: Key, tensor: Tensor, channels_at: int | None = None) -> None:
         """In training, add the numbers of a tensor's units in a dimension; None: that of the module before it."""
-        value, at = readable(tensor), self._latest.channels_at if channels_at is None else channels_at
+        value, at = readable(tensor), channels_at
+        if value is not None and at is None:
+            value, at = _real(tensor, value, self._latest.channels_at)
         units = units_of(value, at) if value is not None and at is not None and self.phase == "train" else None
         if value is not None and units is not None:
             self.numbers.observe_units(key, value, *units)
 
 
-def _count_saturated(numbers: Accumulator, key: Key, value: Tensor, kind: str) -> None:
+def _real(tensor: Tensor, value: Tensor, channels_at: int | None) -> tuple[Tensor, int | None]:
+    """What ``readable`` has made of a tensor, and the dimension of the units in it: complex numbers became pairs, which
+    are two units of the last dimension, or lie in each unit of another one."""
+    if channels_at is None or channels_at >= 0 or not tensor.is_complex():
+        return value, channels_at
+    return (value.flatten(-2), -1) if channels_at == -1 and value.dim() > 1 else (value, channels_at - 1)
+
+
+def _is_of_three(value: Any) -> bool:
+    """Whether a value is an ordinary tensor of three dimensions."""
+    return isinstance(value, Tensor) and value.dim() == 3 and not value.is_nested
+
+
+def _count_saturated(numbers: Accumulator, key: Key, value: Tensor, flat_beyond: tuple[float, float]) -> None:
     """Count the elements at which the function is nearly flat: where its slope is below 6 % of the largest.
 
-    That is beyond 0.97 in magnitude for tanh, and nearer to 0 or 1 than 0.015 for sigmoid. No synchronisation.
+    That is beyond 0.97 in magnitude for tanh, nearer to 0 or 1 than 0.015 for sigmoid, and at the ends of those with
+    corners. No synchronisation.
     """
+    low, high = flat_beyond
     with torch.no_grad():
-        far = value.abs() > 0.97 if kind == "tanh" else (value - 0.5).abs() > 0.485
+        far = (value <= low) | (value >= high)
         numbers.add_share("saturated", key, far.sum(), value.numel())
 
 

@@ -26,7 +26,7 @@ from gaff.training.watch.class_weights import weighed
 from gaff.training.watch.models import Models
 from gaff.training.watch.ownership import owned_by
 from gaff.training.watch.recorder import bytes_of
-from gaff.training.watch.updates import Owned, Update
+from gaff.training.watch.updates import Owned, Update, is_decoupled
 
 OVER_CLASSES = ("cross_entropy", "nll_loss")
 ERRORS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
@@ -35,9 +35,14 @@ _MOST_CLASSES = 64  # of which it is told how often each comes
 _LEAST_ROWS = 8  # of a batch of targets whose variance says something
 _BEYOND = 0.05  # by how much probabilities add up to more than one, beyond all rounding
 _NORMAL = 1e-2  # by how much a sum of probabilities may be off, by rounding
-_DECOUPLED = (torch.optim.AdamW, torch.optim.Muon, torch.optim.Adafactor)  # whose decay is taken off the weight
 _MOST_BYTES = 1 << 16  # of a tensor in a fingerprint
 _MIXED = 0x9E3779B97F4A7C15 >> 1  # 2 ** 63 over the golden ratio, by which neighbouring places have distant weights
+
+
+def rate_in(group: Mapping[str, Any]) -> float:
+    """The learning rate of a parameter group, NaN where it has none: an optimizer may find its own."""
+    rate = group.get("lr")
+    return math.nan if rate is None else float(rate)
 
 
 def batch_size(args: Any, kwargs: Any) -> int:
@@ -382,9 +387,9 @@ def parameters(
         found[key] = {
             **_plain(one.parameter),
             "optimizer": numbers.get(id(update.optimizer)),
-            "lr": float(one.group.get("lr", math.nan)),
+            "lr": rate_in(one.group),
             "decay": float(one.group.get("weight_decay", 0.0) or 0.0),
-            "is_decoupled": isinstance(update.optimizer, _DECOUPLED) or bool(one.group.get("decoupled_weight_decay")),
+            "is_decoupled": is_decoupled(update.optimizer, one.group),
             "was_cleared": update.was_cleared,
             "adam_rms": one.adam_rms,
             "momentum": one.momentum,

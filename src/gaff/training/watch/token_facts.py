@@ -85,7 +85,7 @@ class TokenFacts:
         if len(fitting) == 1 and fitting[0] is not self._tokens:
             self._tokens, self._compared = fitting[0], {}
         tokens = self._tokens
-        if tokens is None or target.is_floating_point() or target.device != tokens.device:
+        if tokens is None or target.is_floating_point() or target.device != tokens.device or not len(tokens):
             return
         rows, length = tokens.shape
         after = self._targets.get("after_next", 1.0)
@@ -168,14 +168,16 @@ def _is_state(known: list[Tensor], device: torch.device) -> bool:
 
 
 def _are_tokens(tensor: Tensor) -> bool:
-    is_whole = tensor.dtype in (torch.int64, torch.int32) and tensor.dim() == 2 and tensor.shape[1] >= _LEAST
-    return is_whole and type(tensor) is Tensor and elements.is_plain(tensor) and elements.is_readable(tensor)
+    is_plain = type(tensor) is Tensor and elements.is_plain(tensor) and elements.is_readable(tensor)
+    is_whole = tensor.dtype in (torch.int64, torch.int32) and tensor.dim() == 2
+    return is_plain and is_whole and tensor.shape[1] >= _LEAST
 
 
 def _says_nothing(other: Tensor, tokens: Tensor) -> Any:
     """Whether another argument tells sequences apart no further: positions, a mask of ones, labels, the next tokens,
     which are what must not be seen; may be a tensor."""
-    if other.is_floating_point() or other.is_complex() or type(other) is not Tensor or not elements.is_readable(other):
+    is_plain = type(other) is Tensor and elements.is_plain(other) and elements.is_readable(other)
+    if not is_plain or other.is_floating_point() or other.is_complex():
         return False
     if other.dim() == 2 and other.shape[1] == 1 and len(other) == len(tokens):
         return (other == other[:1]).all().to(tokens.device)
@@ -198,8 +200,10 @@ def _compared(scores: Tensor, tokens: Tensor) -> dict[str, Tensor]:
 
     ``scores``: ``[sequences, positions, width]``. ``leaks``: two differ that begin with the same token, and go on with
     another; ``is_causal``: there are such, and none differs by more than rounding; ``uses_own``: two differ that begin
-    with other tokens.
+    with other tokens. Empty of a single sequence, or one of a single token.
     """
+    if min(tokens.shape) < 2 or not scores.numel():
+        return {}
     order = tokens[:_MOST, 0].argsort(stable=True)
     first, second, out = tokens[order, 0], tokens[order, 1], scores[order, 0].float()
     is_alike = first[1:] == first[:-1]

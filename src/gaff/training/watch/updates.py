@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from gaff.training.statistics.plain import in_memory_order
 from gaff.training.watch.accumulator import Accumulator, readable
 from gaff.training.watch.models import Models
 
+_DECOUPLED = (torch.optim.AdamW, torch.optim.Muon, torch.optim.Adafactor)  # whose decay is taken off the weight
 _WHOLE = 1 << 14  # elements; of larger tensors a sample of an odd stride is copied
 _FEW = 1 << 12
 _LEAST = 1 << 8
@@ -162,7 +163,8 @@ class Update:
             first = _moment(state.get("exp_avg", state.get("momentum_buffer")))
             if first is not None:
                 firsts.append((one, _wide(some_of(first, _FEW))))
-            known = _second_moment(state, one)
+            is_apart = is_decoupled(self.optimizer, one.group)
+            known = _second_moment(state, one, 0.0 if is_apart else float(one.group.get("weight_decay") or 0.0))
             if known is not None:
                 seconds.append((one, *known))
         if firsts:
@@ -172,7 +174,7 @@ class Update:
                 one.momentum = norm * math.sqrt(size / max(1, first.numel()))
         if seconds:
             expected = torch._foreach_div([second for _, _, second, _ in seconds], [scale for *_, scale in seconds])
-            smallest = [float(one.group.get("eps", 1e-8)) ** 2 for one, *_ in seconds]
+            smallest = [_least(one.group) ** 2 for one, *_ in seconds]
             torch._foreach_clamp_min_(expected, smallest)
             torch._foreach_sqrt_(expected)
             ratios = torch._foreach_norm(torch._foreach_div([gradient for _, gradient, _, _ in seconds], expected))
@@ -327,9 +329,10 @@ def _moment(value: Any) -> Tensor | None:
     return readable(value) if isinstance(value, Tensor) else None
 
 
-def _second_moment(state: dict[str, Any], one: Owned) -> tuple[Tensor, Tensor, float] | None:
+def _second_moment(state: dict[str, Any], one: Owned, decay: float) -> tuple[Tensor, Tensor, float] | None:
     """Samples of the gradient and of Adam's second moment, and the factor by which the moment is too small.
 
+    ``decay``: how much of the weight Adam has added to the gradient; of it as it is after the step, which is near.
     That is its bias, 1 - beta2 ** step (Kingma & Ba, "Adam", 2015, section 3). None where anything of it is not there,
     or is on a device and would have to be waited for.
     """
@@ -344,7 +347,21 @@ def _second_moment(state: dict[str, Any], one: Owned) -> tuple[Tensor, Tensor, f
         return None  # samples of the two would be of other elements
     if isinstance(count, Tensor) and count.device.type != "cpu":
         return None  # of a capturable or fused optimizer: not worth waiting for
-    return _wide(some_of(gradient, _FEW)), _wide(some_of(second, _FEW)), 1 - float(betas[1]) ** float(count)
+    some, weight = _wide(some_of(gradient, _FEW)), _moment(one.parameter)
+    if decay and weight is not None and weight.shape == gradient.shape:
+        some = some.add(_wide(some_of(weight, _FEW)), alpha=decay)
+    return some, _wide(some_of(second, _FEW)), 1 - float(betas[1]) ** float(count)
+
+
+def is_decoupled(optimizer: Any, group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer takes weight decay off the weight, and does not add it to the gradient."""
+    return isinstance(optimizer, _DECOUPLED) or bool(group.get("decoupled_weight_decay"))
+
+
+def _least(group: dict[str, Any]) -> float:
+    """What an optimizer adds to the root of the second moment, torch's own where the group tells none or several."""
+    known = group.get("eps")
+    return float(known) if isinstance(known, (int, float, Tensor)) else 1e-8
 
 
 def _layout(value: Tensor) -> list[int]:

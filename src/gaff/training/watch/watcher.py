@@ -66,7 +66,7 @@ class Watcher:
         self._losses = Losses(self.pace.want)
         self.reporter = reporter = Reporter(settings, self._flight, lambda: self.steps_made)
         self._looks = Looks(self._models, self._calls, setup, self.shield, lambda one: reporter.look(one, {}, {}),
-                            reporter.tell, scale_of=self._losses.scale_of)  # fmt: skip
+                            reporter.tell, scale_of=self._losses.scaled.factor)  # fmt: skip
         self._steps = OptimizerSteps(optimizers, self._models, is_any=models is None)
         for name, model in (models or {}).items():
             self._models.select(model)
@@ -346,7 +346,7 @@ def _told(watcher: Watcher, steps: OptimizerSteps, setup: SetupFacts) -> Told:
         step_begins=partial(shield.run_step, steps.optimizers.has, watcher._step_begins),
         step_ended=on(watcher._step_ended),
         step_skipped=on(watcher._step_skipped),
-        loss_scaled=on(losses.note_scale),
+        loss_scaled=on(losses.scaled.note),
         compiled=on(looks.compiled),
         clipped=on(steps.clipped(losses.clipped)),
         iterated=beside(setup.iterated),
