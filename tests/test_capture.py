@@ -209,7 +209,7 @@ def test_the_receipt_as_text_and_data(model, x):
         0,
         0.0,
     )
-    assert str(got.receipt).splitlines()[0] == "1 run, 3 sites"
+    assert str(got.receipt).splitlines()[0] == "1 run, 2 sites"
     assert repr(got).startswith("<gaff capture, closed>")
 
 

@@ -253,7 +253,7 @@ def test_what_it_says_of_itself_in_text_and_in_notebooks(model, x):
         model(x)
     assert repr(got).splitlines() == [
         "<gaff capture, closed>",
-        "1 run, 3 sites",
+        "1 run, 2 sites",
         "site             value       events  none  reason",
         "lstm             tuple of 2       1",
         "h.0:grad_output                   1  1     " + got.receipt.rows[1].reason,

@@ -36,6 +36,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _BARE = re.compile(r"[^\W\d]\w*")
 _SEGMENT = re.compile(r"`(?:[^`]|``)+`|[A-Za-z0-9_*?-]+")
 _ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}|[nrt\\])")
+_MOST_DIGITS = 18
 _CLASS = re.compile(r"<([^<>]+)>")
 _OP = re.compile(r"/([A-Za-z0-9_*?]+)(?:#(\d+))?")
 _CALL = re.compile(r"@(\d+)")
@@ -278,13 +279,20 @@ def _read_op(text: str, at: int) -> tuple[str | None, int | None, int]:
     found = _OP.match(text, at)
     if not found:
         return None, None, at
-    return found.group(1), int(found.group(2)) if found.group(2) else None, found.end()
+    return found.group(1), _number(found.group(2)) if found.group(2) else None, found.end()
 
 
 def _read_call(text: str, at: int) -> tuple[int | None, int]:
     """The number after ``@``."""
     found = _CALL.match(text, at)
-    return (int(found.group(1)), found.end()) if found else (None, at)
+    return (_number(found.group(1)), found.end()) if found else (None, at)
+
+
+def _number(digits: str) -> int:
+    """The whole number in an address. Raises SiteError for one that counts nothing that there may be."""
+    if len(digits) > _MOST_DIGITS:
+        raise SiteError(f"a number of {len(digits)} digits in an address: expected {_MOST_DIGITS} at the most")
+    return int(digits)
 
 
 _PARAMETERS = ("weight", "bias")
@@ -314,7 +322,7 @@ def _read_keys(text: str, at: int) -> tuple[Key, int]:
     keys: list[int | str] = []
     while found := _KEY.match(text, at):
         number, word, quoted = found.groups()
-        keys.append(int(number) if number else word or _unquote(quoted, text))
+        keys.append(_number(number) if number else word or _unquote(quoted, text))
         at = found.end()
     return tuple(keys), at
 

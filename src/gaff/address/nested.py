@@ -77,15 +77,15 @@ NO_ARGUMENTS = Arguments((), {})
 def children(value: Any) -> list[tuple[int | str, Any]] | None:
     """What is directly inside a container, with its keys; None for a leaf.
 
-    A dict's keys that are no integers are told as text, fields of named tuples and dataclasses by name. A
-    ``torch.Size`` is a leaf: it is a tuple, but holds no tensors.
+    A dict's keys that are no integers, as truth values are none, are told as text, fields of named tuples and
+    dataclasses by name. A ``torch.Size`` is a leaf: it is a tuple, but holds no tensors.
     """
     if isinstance(value, Tensor):
         return None
     if type(value) is Arguments:
         return [*enumerate(value.args), *value.kwargs.items()]
     if isinstance(value, Mapping):
-        return [(key if isinstance(key, int) else str(key), child) for key, child in value.items()]
+        return [(key if type(key) is int else str(key), child) for key, child in value.items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(zip(value._fields, value, strict=True))
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):

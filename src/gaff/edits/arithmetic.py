@@ -147,10 +147,12 @@ class Clip:
         if self.per == "tensor":
             return None
         dim = 0 if self.per == "row" else self.dim
+        if tensor.dim() == 1:
+            return ()
         if not -tensor.dim() <= dim < tensor.dim():
             raise PlanError(f"clip per {self.per} needs dimension {dim}, got a tensor of shape {tuple(tensor.shape)}")
         kept = dim % tensor.dim()
-        return tuple(other for other in range(tensor.dim()) if other != kept) if tensor.dim() > 1 else ()
+        return tuple(other for other in range(tensor.dim()) if other != kept)
 
 
 @dataclass(frozen=True, eq=False)

@@ -155,9 +155,9 @@ def _add(edit: Add) -> Change:
 
 
 def _fill(edit: Fill) -> Change:
-    """``Fill``: zeros plus a number, since ``full_like`` takes no number from a tensor."""
+    """``Fill``: a number copied everywhere, since ``full_like`` takes no number from a tensor."""
     value = _given("fill with", edit.value)
-    return lambda tensor: torch.zeros_like(tensor) + value(tensor)
+    return lambda tensor: torch.empty_like(tensor).copy_(value(tensor))
 
 
 def _clamp(edit: Clamp) -> Change:
@@ -165,6 +165,8 @@ def _clamp(edit: Clamp) -> Change:
     given = [None if one is None else _given("clamp at", one) for one in (edit.low, edit.high)]
 
     def change(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            raise PlanError(f"clamp of {tensor.dtype}: complex numbers have no order")
         bounds = [None if one is None else one(tensor) for one in given]
         return torch.clamp(tensor, bounds[0], bounds[1])
 

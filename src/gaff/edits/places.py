@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.nested import describe
+from gaff.compat import elements
 from gaff.edits.event import Call, Edit, Event, among, need_callable, uses_event
 from gaff.edits.sources import Ablate, Patch, Replace
 from gaff.errors import PlanError
@@ -64,7 +65,10 @@ class At:
                 raise PlanError(
                     f"mask of shape {tuple(mask.shape)} does not fit what passes, {tuple(tensor.shape)}{hint}"
                 )
-            return torch.where(mask, self.edit.change(tensor, event), tensor)
+            new = widened(self.edit, tensor, event)
+            if not isinstance(new, Tensor) or new.shape != tensor.shape or new.dtype != tensor.dtype:
+                raise PlanError(f"edit of {describe(tensor)} at a mask returned {describe(new)}: expected the same")
+            return torch.where(mask, new, tensor)
         return self._changed(tensor, self.edit, event)
 
     def _changed(self, tensor: Tensor, edit: Edit, event: Event) -> Tensor:
@@ -77,9 +81,12 @@ class At:
         part = place(tensor)
         _need_once(place, tensor)
         new_part = _placed(edit, place, tensor, part.shape).change(part, event)
-        if new_part.shape != part.shape or new_part.dtype != part.dtype:
+        if not isinstance(new_part, Tensor) or new_part.shape != part.shape or new_part.dtype != part.dtype:
             raise PlanError(f"edit of a part of {describe(part)} returned {describe(new_part)}: expected the same")
-        return _put(place, tensor, new_part)
+        try:
+            return _put(place, tensor, new_part)
+        except NotImplementedError:
+            raise PlanError(f"torch puts no part into {describe(tensor)}: expected an edit of the whole") from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,8 +180,15 @@ class Chain:
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """What the last one returns. All of them get the same event, but for which of the edits they are."""
         for at, edit in enumerate(self.edits):
-            tensor = edit.change(tensor, among(event, at) if uses_event(edit) else event)
+            tensor = widened(edit, tensor, among(event, at) if uses_event(edit) else event)
         return tensor
+
+
+def widened(edit: Edit, tensor: Tensor, event: Event) -> Tensor:
+    """What an edit returns; of float8 by way of float32 where it is pure, for torch computes in float8 with few ops."""
+    if edit.is_pure and elements.is_small_float(tensor):
+        return edit.change(tensor.float(), event).to(tensor.dtype)
+    return edit.change(tensor, event)
 
 
 Numbers = tuple[int, ...] | range | None
@@ -194,6 +208,7 @@ class When:
 
     # a recomputation has the event of its forward, and so the same answer
     is_pure = _asked("is_pure", "Whether the inner edit is pure.")
+    keeps_zero = _asked("keeps_zero", "Whether the inner edit leaves zeros zero.")
     acts_on_parts = _asked("acts_on_parts", "Whether the inner edit does.")
     is_linear = _asked("is_linear", "Whether the inner edit is.")
 

@@ -6,6 +6,7 @@ around a patch; to what is put in it flows where that has an autograd graph, as 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from gaff.address.grammar import NAMED, parse_single
+from gaff.address.nested import iter_tensors
 from gaff.address.nested import shape_text as _text
-from gaff.compat import modes
+from gaff.compat import elements, modes
 from gaff.edits.event import Event, Known, generator, like, logical
 from gaff.errors import PlanError
 from gaff.keep import whole_numbers
@@ -126,6 +128,9 @@ class Patch:
             )
         found = runs[address]
         if not isinstance(found, Tensor):
+            inside = [tensor for _, tensor in iter_tensors(found)]
+            if len(inside) == 1:  # as an edit of a tuple with one tensor is of that
+                return inside[0]
             raise PlanError(f"the capture holds a {type(found).__name__} at {address}: expected a tensor")
         return logical(found)
 
@@ -149,9 +154,9 @@ class Ablate:
             return torch.zeros_like(tensor)
         given = _rows(self.reference, event)
         need_rows(given, tensor)
-        rows = like(given, tensor)
         if self.how == "mean":
             return mean_of(given, tensor)
+        rows = like(given, tensor)
         draw = generator(event, self.seed, torch.device("cpu"))
         return rows[torch.randint(len(rows), (len(tensor),), generator=draw, device="cpu").to(rows.device)]
 
@@ -173,8 +178,9 @@ def mean_of(rows: Tensor, tensor: Tensor) -> Tensor:
         raise PlanError(
             f"a mean of {_text(tensor)} would lose its fraction: expected a site with floating values, or 'resample'"
         )
-    wide = torch.promote_types(torch.promote_types(rows.dtype, tensor.dtype), torch.float32)
-    return rows.to(tensor.device).mean(0, dtype=wide).to(tensor.dtype).expand_as(tensor).contiguous()
+    known = [torch.float32, *(one.dtype for one in (rows, tensor) if not elements.is_small_float(one))]
+    wide = functools.reduce(torch.promote_types, known)
+    return rows.to(tensor.device, wide).mean(0).to(tensor.dtype).expand_as(tensor).contiguous()
 
 
 def pairs_of(mapping: Any, name: str) -> tuple[tuple[int, int], ...] | None:
@@ -211,10 +217,11 @@ def _rows(reference: Tensor | Source, event: Event) -> Tensor:
 def _address(source: Source, event: Event) -> str:
     """By what a capture is asked for the values of the site and call of ``event``.
 
-    By the standard name, where both were asked for by such names: what they mean may lie elsewhere in its model.
+    By the standard name, where both were asked for by that name: what it means may lie elsewhere in its model.
     """
-    if event.name and any(name.startswith(NAMED) for name in source.run(None)):
-        return str(replace(parse_single(event.name), call=event.call))
+    named = {replace(parse_single(name), call=None) for name in source.run(None) if name.startswith(NAMED)}
+    if event.name and (wanted := parse_single(event.name)) and replace(wanted, call=None) in named:
+        return str(replace(wanted, call=event.call))
     return str(replace(event.site, call=event.call))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import GRADIENT_PORTS, NAMED, Pattern, Site, every_call
 from gaff.address.names import named_by
-from gaff.address.resolve import by_path, first_name, identity, is_there, need_module, resolve, unwrap
+from gaff.address.resolve import by_path, first_name, identity, is_there, iter_modules, need_module, resolve, unwrap
 from gaff.compat import distributed
 from gaff.engine.leftovers import STRIPPED
 from gaff.engine.session import Session
@@ -72,7 +72,7 @@ class Capture(Captured):
         self._found: tuple[int, Streams[KeptSite]] | None = None  # the sites by address, when there were so many
         self._missing: list[str] = []
         self._keepers: dict[tuple[int, bool, bool], Keeper] = {}  # one for all requests that keep alike
-        self._places: Whereabouts | None = None  # at opening
+        self._places: Whereabouts[KeptSite] | None = None  # at opening
         self._taps = self._make_taps(model) if model is not None else []
         tensor_taps = [self._make_tensor_tap(name, tensor) for name, tensor in tensors.items()]
         is_traceable = not (options.graph or options.reference)
@@ -114,7 +114,7 @@ class Capture(Captured):
         for stream in self._iter_streams() if self._session.is_traced else ():
             stream.copy_all()
         self._places = self._places or Whereabouts(self._model, self._taps, list(self._by_object.values()))
-        self._session.clock.at_begin.append(self._look_for_replaced)
+        self._session.clock.at_begin.append(partial(_note_replaced, self._places))
 
     def _begin_anew(self) -> None:
         """Let go of what was kept; the plan is looked up again unless every module still hangs where it was.
@@ -172,13 +172,9 @@ class Capture(Captured):
             found.update((id(one), names) for one in _with_inner(stream, set()))
         return type(unwrap(self._model)).__name__ if self._model is not None else "", found
 
-    def _look_for_replaced(self, run: Any) -> None:
-        """At the begin of each run: mark the sites whose module is not the one that was there at opening.
-
-        What such a module does elsewhere must not be told as what is at this address.
-        """
-        for one in self._places.replaced() if self._places is not None else ():
-            one.be_replaced(run)
+    def _ranks(self) -> dict[int, int]:
+        places = {} if self._model is None else {path: at for at, (path, *_) in enumerate(iter_modules(self._model))}
+        return {id(one): places.get(one.site.path, -1) for one in self._iter_streams()}
 
     def _report_replaced(self, *, is_quiet: bool) -> None:
         """Say which modules were replaced, or lost their hooks, while the session was open: what came was not seen."""
@@ -293,6 +289,15 @@ class Capture(Captured):
         seen: set[int] = set()
         for stream in (*self._by_object.values(), *self._by_name.values()):
             yield from _with_inner(stream, seen)
+
+
+def _note_replaced(places: Whereabouts[KeptSite], run: Any) -> None:
+    """At the begin of each run: mark the sites whose module is not the one that was there at opening.
+
+    What such a module does elsewhere must not be told as what is at this address.
+    """
+    for one in dict.fromkeys(one for site in places.replaced() for one in (site, *site.told)):
+        one.be_replaced(run)
 
 
 def _with_inner(stream: KeptSite, seen: set[int]) -> Iterator[KeptSite]:

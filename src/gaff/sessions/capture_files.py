@@ -41,8 +41,10 @@ def write(
     receipt: Receipt,
     model: str,
     classes: Mapping[int, Sequence[str]],
+    ranks: Mapping[int, int],
 ) -> None:
-    """Write what ``reading`` finds to ``path``; ``classes`` are those of each site's module, by identity of its stream.
+    """Write what ``reading`` finds to ``path``; ``classes`` are those of each site's module, by identity of its stream,
+    ``ranks`` the places of these modules in the model.
 
     Raises PlanError, before anything is written, for another ending, for a value that cannot be written, and without
     safetensors; RecordError where the file cannot be written.
@@ -57,7 +59,7 @@ def write(
         {
             "site": list(astuple(stream.site)), "name": stream.name, "also": list(stream.also),
             "is_plain": reading.by_name.get(stream.name) is stream,
-            "classes": list(classes.get(id(stream), ())), "evicted": stream.evicted,
+            "classes": list(classes.get(id(stream), ())), "rank": ranks.get(id(stream), -1), "evicted": stream.evicted,
             "inner": [numbers[id(one)] for one in stream.inner.values()], "events": _events(stream, packing),
         }
         for stream in streams

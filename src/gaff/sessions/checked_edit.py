@@ -30,6 +30,7 @@ from gaff.compat.placements import (
 from gaff.compat.signals import is_of_handler
 from gaff.edits.event import Edit, Event, acts_on_parts, among, is_linear, mixed, uses_event
 from gaff.edits.files import tensors_of
+from gaff.edits.places import widened
 from gaff.errors import ExactnessError, GaffError, PlanError, note
 from gaff.sessions.edit_size import plain
 from gaff.sessions.same_run import sources_of
@@ -38,7 +39,12 @@ from gaff.sessions.same_run import sources_of
 # and what it has taken from other sites of the run.
 FirstPass = tuple[float, tuple[Tensor, Tensor] | None, tuple[int, ...], tuple[Any, ...]]
 
-_NOT_SPARSE = ("Could not run 'aten::", "memory format", "parse")  # in what torch says of kinds that it cannot
+_NOT_SPARSE = (
+    "Could not run 'aten::",
+    "memory format",
+    "parse",
+    "addmm: ",
+)  # in what torch says of kinds that it cannot
 _MOST_CALLS = 4096  # of which gradients are counted: the last ones
 
 
@@ -131,14 +137,8 @@ class CheckedEdit:
             with torch.inference_mode(False):  # in which nothing counts writes
                 parameter, value = value, value.clone()
         mark = None if is_pure else memory.Mark(value)
-        new: Tensor | Any
         event = self._any_event or self._event_now(run, call)
-        if value.is_sparse:
-            new = _change_sparse(edit, value, event)
-        elif is_pure and elements.is_small_float(value):
-            new = edit.change(value.float(), event).to(value.dtype)
-        else:
-            new = edit.change(value, event)
+        new = _change_sparse(edit, value, event) if value.is_sparse else widened(edit, value, event)
         if mark is not None and mark.is_written(value):
             raise PlanError("the edit wrote into what it was given: expected a new tensor, t * 2 not t.mul_(2)")
         if not isinstance(new, Tensor):

@@ -34,6 +34,7 @@ from gaff.sessions.receipt import CHANGING, Receipt, rows_of
 from gaff.sessions.returns import makes_tuples
 from gaff.sessions.same_run import SameRun
 from gaff.sessions.unopened import Unopened
+from gaff.sessions.whereabouts import Whereabouts
 
 Named = str | nn.Module | Tensor | Callable[[Site], bool]  # what says which edits are meant
 REPLACED = "the module was replaced while the session was open: its successor was not edited"
@@ -60,6 +61,7 @@ class Editing(Unopened):
         self._family = Family(check_finite=plan.options.check_finite, meshes=meshes)
         self._streams = self._family.streams  # one for each edited site, then those of single ops as they come
         self._missing: list[str] = []
+        self._replaced: set[EditedSite] = set()  # whose module was another one when a run began
         self._sources = SameRun(model, meshes)
         self._checks: list[Tap] = []  # that edits of standard names come to where these are read
         self._taps = self._make_taps(model) if model is not None else []
@@ -105,6 +107,8 @@ class Editing(Unopened):
             raise
         if any("parametrizations" in stream.site.path for stream in self._streams):
             self._session.clock.at_begin.insert(0, _need_no_cache)  # before parameters stand in
+        replaced = Whereabouts(None, self._taps, self._streams[: len(self._taps)]).replaced
+        self._session.clock.at_begin.append(lambda run: self._replaced.update(replaced()))
         CHANGING.add(self)
 
     def _asked(self) -> str:
@@ -188,24 +192,22 @@ class Editing(Unopened):
         Raises ExactnessError where backward went on without an edit, NeverFiredError for a pattern that never acted;
         not for one whose edit has failed, since the error that it raised says more.
         """
-        is_quiet = error is not None
         self._family.is_open = False
         gone: list[tuple[EditedSite, str]] = []
-        pairs = list(zip(self._taps, self._streams, strict=False))
-        replaced: set[int] = set()
+        pairs = [*zip(self._taps, self._streams, strict=False)]
         try:
-            replaced = {id(tap) for tap in self._taps if not is_there(tap.found)}
+            self._replaced |= {stream for tap, stream in pairs if not is_there(tap.found)}
             self._sources.close()
         finally:
             self._session.__exit__(None, error, None)
         for tap, stream in pairs:
-            if id(tap) in replaced or id(tap.found.module) in self._session.released.stripped:
-                why = REPLACED if id(tap) in replaced else STRIPPED
+            if stream in self._replaced or id(tap.found.module) in self._session.released.stripped:
+                why = REPLACED if stream in self._replaced else STRIPPED
                 gone += [(one, why) for one in stream.spawned or [stream]]
         for stream, why in gone:
             stream.skip(why)
         lost = [f"{stream.site}: {stream.lost[0]}" for stream in self._streams if stream.lost]
-        if is_quiet:
+        if error is not None:
             return
         if lost:
             raise ExactnessError(f"{lost[0]}; backward went on without the edit")
@@ -242,7 +244,7 @@ class Editing(Unopened):
         if pattern is None:
             return self._streams
         wanted = _names_of(pattern, self._plan, self._model)
-        found = [stream for stream in self._streams if not wanted.isdisjoint((stream.pattern, str(stream.site)))]
+        found = [one for one in self._streams if not wanted.isdisjoint((one.pattern, str(one.site), one.place))]
         if not found:
             known = ", ".join(dict.fromkeys(stream.pattern for stream in self._streams))
             raise SiteError(f"{pattern!r} is not edited: expected one of {known}, or a site that one matched")
@@ -290,13 +292,24 @@ class Editing(Unopened):
         return TensorTap(str(request), request.target, stream, is_edit=True)
 
 
-def _names_of(pattern: Named, plan: Plan, model: nn.Module | None) -> set[str]:
-    """What the edits that are meant are called: by the names of their patterns, or of their sites."""
+def _names_of(pattern: Named, plan: Plan, model: nn.Module | None) -> set[Any]:
+    """What the edits that are meant are called: by the names of their patterns, or of their sites, or by their places,
+    which are the same for all names of a shared module."""
     if isinstance(pattern, Tensor):
         return {str(one) for one in plan.requests if one.target is pattern}
-    if isinstance(pattern, str):
-        return {pattern if pattern in map(str, plan.requests) else str(parse(pattern))}
-    return {str(found.site) for found in resolve(model, pattern)} if model is not None else set()
+    if isinstance(pattern, str) and pattern in map(str, plan.requests):
+        return {pattern}
+    wanted = parse(pattern) if isinstance(pattern, str) else pattern
+    named = {str(wanted)} if isinstance(pattern, str) else set()
+    if model is None or (isinstance(pattern, str) and not isinstance(wanted, Site)):
+        return named
+    try:
+        found = resolve(model, wanted)
+    except SiteError:
+        if not named:
+            raise
+        return named  # a site of an op, say, that no module has
+    return named | {place for one in found for place in (str(one.site), identity(one.module, one.name, one.site))}
 
 
 def edit(model: Any, changes: Any, options: dict[str, Any]) -> Editing:
@@ -346,7 +359,9 @@ def _need_no_tuple(module: nn.Module, site: Site) -> None:
     except (NameError, TypeError, AttributeError, SyntaxError):  # names that are not there at run time
         told = None
     kinds = {get_origin(one) or one for one in (get_args(told) if get_origin(told) in (Union, UnionType) else [told])}
-    if isinstance(module, nn.RNNBase) or kinds - {type(None)} == {tuple} or makes_tuples(forward):
+    kinds.discard(type(None))
+    is_told = bool(kinds) and all(isinstance(one, type) and issubclass(one, tuple) for one in kinds)
+    if isinstance(module, nn.RNNBase) or is_told or makes_tuples(forward):
         raise PlanError(
             f"{site}: {type(module).__name__} returns a tuple, which a tensor cannot stand in for: expected a function "
             "of the module's arguments, such as edits.skip(lambda x, *args, **kwargs: (x, None))"

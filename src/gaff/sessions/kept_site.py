@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ class KeptSite:
     none = 0  # events whose value was None
     evicted = 0  # events that were let go
     remarks: AbstractSet[str] = frozenset()
-    replaced = inf  # the first run in which what fires is no longer what the address names
+    replaced: tuple[tuple[int, int], ...] = ()  # first and last of runs in which another module was at the address
 
     def __init__(self, pattern: str, site: Site, keeper: Keeper, ledger: Ledger, last: int | None) -> None:
         self.patterns = [pattern]  # all that asked for this site
@@ -72,10 +71,10 @@ class KeptSite:
     def add(self, value: Any, run: Any, call: int) -> None:
         """A value passed, in a hook or in backward: keep it. Raises PlanError where the budget is exceeded.
 
-        Once the module has been replaced, what fires is no longer what the address names, and the run was refused; what
-        backward brings to runs before is.
+        In a run that began when the module was replaced, what fires is not what the address names, and was refused;
+        what backward brings to runs before is.
         """
-        if run.index >= self.replaced:
+        if self.replaced and any(first <= run.index <= last for first, last in self.replaced):
             return
         if ANY_PARTS:
             self._note_parts(value, run, call)
@@ -97,10 +96,10 @@ class KeptSite:
             size = size_of(kept)
         ledger = self._ledger
         ledger.held += size
-        if ledger.held > ledger.limit:
-            ledger.check(self.site)
         if self._last is not None:
             self._trim()
+        if ledger.held > ledger.limit:
+            ledger.check(self.site)
 
     def _note_parts(self, value: Any, run: Any, call: int) -> None:
         """Note which tensors of a value are this process's part of one that is spread, and say so in the receipt."""
@@ -114,7 +113,9 @@ class KeptSite:
 
     def be_replaced(self, run: Any) -> None:
         """A run begins, and the module at this address is another one: what it does in this run is not seen."""
-        self.replaced = min(self.replaced, run.index)
+        known, last = self.replaced, self.replaced[-1] if self.replaced else (run.index, run.index)
+        is_next = bool(known) and last[1] == run.index - 1
+        self.replaced = (*known[:-1], (last[0], run.index)) if is_next else (*known, (run.index, run.index))
         is_to_come = run.index > 0 and self.site.port in GRADIENT_PORTS  # of a run before
         if self.fired or is_to_come:  # else that it never did is told at the end
             self.refuse(run, 0, REPLACED)
@@ -128,7 +129,7 @@ class KeptSite:
             self.inner.clear()
             self.none = self.evicted = 0
             self.remarks = frozenset()
-        self.replaced = inf
+        self.replaced = ()
 
     def copy_all(self) -> None:
         """Take no short way: what passes lies in memory that compiled code will use again; see ``Keeper.copy_all``."""

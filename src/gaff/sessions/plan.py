@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from gaff.address.grammar import Site
+from gaff.address.grammar import Site, fits_op
 from gaff.address.resolve import resolve
-from gaff.edits.places import At, as_edit
+from gaff.edits.places import At, Chain, When, as_edit
 from gaff.errors import PlanError, SiteError
 from gaff.keep import Heads
 from gaff.sessions import plan_files
@@ -170,7 +170,8 @@ def _cuts_heads(asked: Any) -> bool:
     """Whether a reduction or an edit, or one of several, cuts the last dimension into heads."""
     if isinstance(asked, (list, tuple)):
         return any(map(_cuts_heads, asked))
-    return isinstance(asked, Heads) or (isinstance(asked, At) and _cuts_heads((asked.index, asked.edit)))
+    inside = {At: ("index", "edit"), Chain: ("edits",), When: ("edit",)}.get(type(asked), ())
+    return isinstance(asked, Heads) or any(_cuts_heads(getattr(asked, name)) for name in inside)
 
 
 def _need_features(site: Site) -> None:
@@ -178,7 +179,7 @@ def _need_features(site: Site) -> None:
 
     Such a number of keys as can be cut into so many would pass without a word.
     """
-    if site.port == "weights" or (site.op or "").partition("#")[0] == "softmax":
+    if site.port == "weights" or fits_op((site.op or "").partition("#")[0], "softmax"):
         raise PlanError(
             f"{site}: weights of attention are [batch, heads, queries, keys], and gaff.keep.heads cuts the last "
             "dimension: expected gaff.keep.channels(2) for head 2"

@@ -167,10 +167,9 @@ def _whole(name: str, tensor: Tensor) -> Tensor:
         raise PlanError(
             f"tensor {name!r} of the plan is {tensor.layout} on {tensor.device}: expected a plain one to save"
         )
-    if tensor.dtype == torch.complex128:
-        raise PlanError(
-            f"tensor {name!r} of the plan is complex128, which safetensors does not hold: make it complex64"
-        )
+    if tensor.is_complex() and tensor.dtype != torch.complex64:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise PlanError(f"tensor {name!r} of the plan is {kind}, which safetensors does not hold: make it complex64")
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
 
 

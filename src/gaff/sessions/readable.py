@@ -161,6 +161,10 @@ class Captured(Readable):
     def _about(self) -> tuple[str, Mapping[int, Sequence[str]]]:
         """The model's name; names of the classes of each site's module, bases included, by identity of its stream."""
 
+    @abstractmethod
+    def _ranks(self) -> Mapping[int, int]:
+        """The place of each site's module in the model, by identity of its stream; -1 where that is not known."""
+
     def save(self, path: str | PathLike[str]) -> None:
         """Write everything to ``path``, a ``.safetensors`` file, which ``gaff.load`` reads back.
 
@@ -170,7 +174,7 @@ class Captured(Readable):
         from gaff.sessions.capture_files import write
 
         self._reading().need_opened("save")
-        write(path, self._reading(), self.receipt, *self._about())
+        write(path, self._reading(), self.receipt, *self._about(), self._ranks())
 
     def __repr__(self) -> str:
         return f"<gaff capture, {self._state()}>\n{self._summary()}\n{table(_HEAD, self._rows(), right=('events',))}"

@@ -139,7 +139,10 @@ class Reading:
         """
         address = _parsed(wanted)
         if isinstance(address, Pattern) and address.is_single:
-            [address] = self.sites(address)
+            address, *others = self.sites(address)
+            if others:
+                calls = ", ".join(repr(str(one)) for one in (address, *others)[:4])
+                raise SiteError(f"{wanted}: several of its calls were captured: say which, such as one of {calls}")
         if isinstance(address, Pattern):
             raise SiteError(
                 f"address {wanted!r} is a pattern: expected one exact site, without *, ? or <Class>; "
@@ -366,17 +369,18 @@ def named_sites(streams: Streams[Any], wanted: Pattern) -> list[Site]:
 
 
 def _by_number(found: Mapping[Site, str]) -> list[Site]:
-    """Sites by the numbers in their names, as of blocks one behind the other; what has no number stays in its order."""
-    ranks: dict[tuple[str, ...], int] = {}
+    """Sites in the order in which they came, but for the numbers in their names, as of blocks one behind the other: of
+    these the smaller comes first, in the places that numbers have among names beside them."""
 
-    def place(site: Site) -> list[int]:
-        parts = found[site].split(".")
-        return [
-            int(part) if part.isdecimal() else ranks.setdefault((*parts[: at + 1],), len(ranks))
-            for at, part in enumerate(parts)
-        ]
+    def ordered(names: list[tuple[list[str], Site]], at: int) -> Iterator[Site]:
+        groups: dict[str, list[tuple[list[str], Site]]] = {}
+        for parts, site in names:
+            groups.setdefault(parts[at] if at < len(parts) else "", []).append((parts, site))
+        numbers = iter(sorted((one for one in groups if one.isdecimal()), key=int))
+        for head in [next(numbers) if one.isdecimal() else one for one in groups]:
+            yield from ordered(groups[head], at + 1) if head else (site for _, site in groups[head])
 
-    return sorted(found, key=place)
+    return list(ordered([(name.split("."), site) for site, name in found.items()], 0))
 
 
 def _is_of(known: Pattern, wanted: Pattern) -> bool:
@@ -391,14 +395,17 @@ def _is_of(known: Pattern, wanted: Pattern) -> bool:
 
 def sites_like(streams: Streams[Any], wanted: Pattern, classes_of: Callable[[Any], Sequence[str]]) -> list[Site]:
     """What a pattern means among the sites that were captured, by the classes of their modules then."""
-    paths = [
-        stream.site.path
+    known = [
+        stream
         for stream in streams.all
         if (wanted.matches(stream.site.path) or not (wanted.names or stream.site.path))
         and wanted.cls in (None, *classes_of(stream))
     ]
     tail = wanted.op, wanted.op_index, wanted.call, wanted.port, wanted.key
-    return _by_number({Site(path, *tail): path for path in paths})
+    ranks = [getattr(stream, "rank", -1) for stream in known]  # of a saved one its place in the model
+    if min(ranks, default=0) >= 0:
+        return list(dict.fromkeys(Site(one.site.path, *tail) for one in sorted(known, key=lambda one: one.rank)))
+    return _by_number({Site(one.site.path, *tail): one.site.path for one in known})
 
 
 def _told_of(stream: ReadSite | None) -> list[ReadSite]:

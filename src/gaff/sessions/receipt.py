@@ -6,6 +6,7 @@ long run pays nothing; ``hits`` counts all of them.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ NOT_CALLED = "it was not called, or did not return"
 NO_BACKWARD = "no backward pass reached it"
 _RIGHT = ("hits", "changed", "rows", "delta")
 CHANGING: weakref.WeakSet[Any] = weakref.WeakSet()  # limits on gradients, and sessions of edits, opened in this process
+_QUOTED = re.compile(r"`(?:[^`]|``)*`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,8 @@ class Receipt:
     @property
     def size(self) -> str:
         """How many runs it saw and at how many sites, in words; one that several patterns name counts once."""
-        return f"{counted(self.runs, 'run')}, {counted(len({row.site for row in self.rows}), 'site')}"
+        sites = {row.site for row in self.rows if row.site}
+        return f"{counted(self.runs, 'run')}, {counted(len(sites), 'site')}"
 
     def _repr_html_(self) -> str:
         head, rows = self._edit_cells() if self.is_edit else self._cells()
@@ -111,6 +114,11 @@ def merge_reasons(reasons: Sequence[tuple[str, int]]) -> str:
     return "; ".join(text if count == 1 else f"{text} ({count}x)" for text, count in ordered)
 
 
+def _has_op(pattern: str) -> bool:
+    """Whether a pattern names ops; a slash in backticks is one of a module's name."""
+    return "/" in _QUOTED.sub("", pattern)
+
+
 def rows_of(rows: list[ReceiptRow], missing: Sequence[str]) -> tuple[ReceiptRow, ...]:
     """The rows of a receipt: tidy, and one for each pattern that matched nothing.
 
@@ -120,11 +128,11 @@ def rows_of(rows: list[ReceiptRow], missing: Sequence[str]) -> tuple[ReceiptRow,
     acted = {row.pattern for row in rows if row.fired}
     silent: dict[str, list[ReceiptRow]] = {}
     for row in rows:
-        if "/" in row.pattern and not row.fired and row.pattern not in acted:
+        if _has_op(row.pattern) and not row.fired and row.pattern not in acted:
             silent.setdefault(row.pattern, []).append(row)
     kept = []
     for row in rows:
-        if row.fired or "/" not in row.pattern or (row.pattern in silent and len(silent[row.pattern]) == 1):
+        if row.fired or not _has_op(row.pattern) or (row.pattern in silent and len(silent[row.pattern]) == 1):
             kept.append(row)
         elif row.pattern in silent and row is silent[row.pattern][0]:
             count = len(silent[row.pattern])

@@ -1,7 +1,7 @@
 """Whether a forward returns a tuple, read from its source: a single tensor cannot stand in for one.
 
-Only what is certain counts: each ``return`` gives a tuple that is written there, or a name that holds one by then, as
-in ``outputs = (hidden,)``, ``outputs += (weights,)``, ``return outputs``.
+Only what is certain counts: each ``return`` gives a tuple that is written there or made by ``tuple()`` or a class of
+tuples, or a name that holds one by then, as in ``outputs = (hidden,)``, ``outputs += (weights,)``, ``return outputs``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)  # names and returns inside are their own
@@ -24,8 +25,14 @@ def makes_tuples(function: Any) -> bool:
         return False
     if not isinstance(tree, ast.FunctionDef):
         return False
+    makers = {name for name, one in getattr(function, "__globals__", {}).items() if _makes(one)} | {"tuple"}
     found = list(_returns(tree.body, []))
-    return bool(found) and all(_is_tuple(value, before) for value, before in found)
+    return bool(found) and all(_is_tuple(value, before, makers) for value, before in found)
+
+
+def _makes(value: Any) -> bool:
+    """Whether a value is a class of tuples, such as a named one."""
+    return isinstance(value, type) and issubclass(value, tuple)
 
 
 def _returns(block: list[ast.stmt], before: _Before) -> Iterator[tuple[ast.expr | None, _Before]]:
@@ -45,28 +52,31 @@ def _returns(block: list[ast.stmt], before: _Before) -> Iterator[tuple[ast.expr 
                 yield from _returns(part.body, known)
 
 
-def _is_tuple(value: ast.expr | None, before: _Before) -> bool:
-    """Whether an expression is a tuple for certain, after the statements ``before``."""
+def _is_tuple(value: ast.expr | None, before: _Before, makers: AbstractSet[str]) -> bool:
+    """Whether an expression is a tuple for certain, after the statements ``before``; ``makers``: names of what makes
+    tuples."""
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
-        return _is_tuple(value.left, before) or _is_tuple(value.right, before)
+        return _is_tuple(value.left, before, makers) or _is_tuple(value.right, before, makers)
     if isinstance(value, ast.IfExp):
-        return _is_tuple(value.body, before) and _is_tuple(value.orelse, before)
+        return _is_tuple(value.body, before, makers) and _is_tuple(value.orelse, before, makers)
     if isinstance(value, ast.Name):
-        return _holds_tuple(value.id, before)
+        return _holds_tuple(value.id, before, makers)
+    if isinstance(value, ast.Call):
+        return isinstance(value.func, ast.Name) and value.func.id in makers
     return isinstance(value, ast.Tuple)
 
 
-def _holds_tuple(name: str, before: _Before) -> bool:
+def _holds_tuple(name: str, before: _Before, makers: AbstractSet[str]) -> bool:
     """Whether a variable holds a tuple after the statements ``before``: by the last that has set it for certain."""
     for at in range(len(before) - 1, -1, -1):
         statement = before[at]
         setting = list(_setting(statement, name))
         if setting == [statement] and isinstance(statement, ast.Assign):
-            return _is_tuple(statement.value, before[:at])
+            return _is_tuple(statement.value, before[:at], makers)
         if next(_unknown(statement, setting, name), None) is not None:
             return False
         # what is set on some of the ways through a statement must be a tuple there, and before it
-        if not all(isinstance(one, ast.AugAssign) or _is_tuple(one.value, before[:at]) for one in setting):
+        if not all(isinstance(one, ast.AugAssign) or _is_tuple(one.value, before[:at], makers) for one in setting):
             return False
     return False
 

@@ -45,6 +45,7 @@ class SavedSite:
     records: list[tuple[SavedMoment, int, Any]] = field(default_factory=list)
     inner: dict[int, SavedSite] = field(default_factory=dict)
     also: tuple[str, ...] = ()
+    rank: int = -1  # the place of its module in the model; -1 where that was not written
     is_loose = False
 
     @property
@@ -84,8 +85,11 @@ class SavedCapture(Captured):
     def _about(self) -> tuple[str, dict[int, Sequence[str]]]:
         return self.model, {id(stream): stream.classes for stream in self._streams.all}
 
+    def _ranks(self) -> dict[int, int]:
+        return {id(stream): stream.rank for stream in self._streams.all}
+
     def _sites(self, wanted: Pattern | nn.Module) -> list[Site]:
-        """The sites of a pattern among those that were saved, in their order."""
+        """The sites of a pattern among those that were saved, in the order of the model."""
         if not isinstance(wanted, Pattern):
             raise SiteError(f"a saved capture holds no modules, and got a {type(wanted).__name__}: read it by address")
         if not wanted.is_named:
@@ -107,7 +111,7 @@ def write_values(path: str | PathLike[str], values: Mapping[str, Any], receipt: 
         SavedSite(parse_site(sites.get(name, name)), name, records=[(moment, 0, value)])
         for name, value in values.items()
     ]
-    write(path, Reading({}, Streams(streams), lambda site: None, lambda wanted: [], 1), receipt, model, {})
+    write(path, Reading({}, Streams(streams), lambda site: None, lambda wanted: [], 1), receipt, model, {}, {})
 
 
 def read(path: Path) -> SavedCapture:
@@ -149,4 +153,5 @@ def _site(row: Mapping[str, Any]) -> SavedSite:
     number, nth = (None if one is None else int(one) for one in (op_index, call))
     site = Site(path, op, number, nth, port, tuple(one if isinstance(one, int) else str(one) for one in key))
     also = tuple(map(str, row.get("also", ())))
-    return SavedSite(site, str(row["name"]), tuple(map(str, row["classes"])), int(row["evicted"]), also=also)
+    return SavedSite(site, str(row["name"]), tuple(map(str, row["classes"])), int(row["evicted"]), also=also,
+                     rank=int(row.get("rank", -1)))  # fmt: skip

@@ -73,8 +73,8 @@ class Packing:
         """A value as JSON: a list whose first item says what it is. ``site`` leads to it, ``name_of`` names tensors."""
         if isinstance(value, Tensor):
             return ["tensor", self._tensor(value.detach(), site, name_of(site))]
-        if type(value) in _PLAIN:
-            return ["plain", value]
+        if isinstance(value, _PLAIN):  # also of a class of numbers or texts, as numpy and enumerations have them
+            return ["plain", value if type(value) in _PLAIN else _plain(value)]
         if type(value) in _LEAVES:
             kind, write, _ = _LEAVES[type(value)]
             return [kind, write(value)]
@@ -143,6 +143,12 @@ class Packing:
         told["name"] = next(one for one in _names(name) if one not in self.tensors)
         self.tensors[told["name"]] = plain
         return told
+
+
+def _plain(value: Any) -> Any:
+    """The number or text that a value of a class of them is."""
+    kinds: tuple[Any, ...] = (int, float, str)
+    return next(kind.__new__(kind, value) for kind in kinds if isinstance(value, kind))
 
 
 def unpacked(told: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from gaff.address.grammar import GRADIENT_PORTS, Key, Site
@@ -203,11 +204,10 @@ class Take(nn.Module):
         device = libraries.device_of(self.model)
         for batch in _progress(loader, progress):
             args, kwargs = arguments(batch, inputs)
-            moved = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
+            moved = _moved((args, kwargs), device)
             with torch.no_grad():
                 found = self.forward(*moved[0], **moved[1])
-            first = first_tensor(moved)
-            size = first[1].shape[0] if first is not None and first[1].dim() else None
+            size = _examples(moved)
             for address, value in found.items():
                 parts.setdefault(address, []).append(_rows(address, value, size).to(to))
         if not parts:
@@ -273,8 +273,12 @@ def _check(model: nn.Module, plan: Plan) -> None:
     counts: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         counts.setdefault(id(module), []).append(path)
+    asked: dict[str, Any] = {}  # how each value is reduced, by the name under which it is told
     for row in plan.check(model):
-        site = row.found.site
+        site, request = row.found.site, plan.requests[row.request]
+        name, reduce = request.spelled or str(site), request.reduce or plan.options.reduce
+        if asked.setdefault(name, reduce) != reduce:
+            raise PlanError(f"{name}: is asked for twice, with different reductions: expected one, or two extractors")
         if site.port in (*GRADIENT_PORTS, "grad"):
             raise PlanError(f"{site}: take gives forward values only: expected gaff.capture for gradients")
         names = counts.get(id(row.found.module), [])
@@ -319,16 +323,38 @@ def _receipt(features: list[Feature], session: Session, plan: Plan, waiting: set
 def arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the model is called with for one batch: ``inputs`` decides, or the kind of the batch does.
 
-    A dict (also that of a tokenizer) goes by keywords; of a tuple or list only the first element is taken.
+    A dict (also that of a tokenizer) goes by keywords; of a tuple or list only the first element is taken. Raises
+    PlanError where there is none.
     """
     if inputs is not None:
         batch = inputs(batch)
         return (batch, {}) if isinstance(batch, tuple) else ((), batch) if isinstance(batch, dict) else ((batch,), {})
+    if isinstance(batch, PackedSequence):  # a tuple by its class alone
+        return (batch,), {}
     if isinstance(batch, (tuple, list)):
+        if not batch:
+            raise PlanError("a batch is empty: expected the inputs, or a tuple or list that begins with them")
         batch = batch[0]
     if isinstance(batch, Mapping):  # also tokenizers' batches; what merely has keys, as one of graphs, is one argument
         return (), {str(name): batch[name] for name in batch.keys()}  # noqa: SIM118
     return (batch,), {}
+
+
+def _moved(given: Any, device: torch.device) -> Any:
+    """Arguments on a device; packed sequences as wholes, whose sizes stay on the CPU."""
+    args, kwargs = given
+    if any(isinstance(one, PackedSequence) for one in args):
+        return tuple(one.to(device=device) if isinstance(one, PackedSequence) else one for one in args), kwargs
+    return map_tensors(given, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _examples(given: Any) -> int | None:
+    """How many examples the arguments of a call hold, by the first tensor in them; None where that does not tell."""
+    packed = next((one for one in given[0] if isinstance(one, PackedSequence)), None)
+    if packed is not None:
+        return int(packed.batch_sizes[0])
+    first = first_tensor(given)
+    return first[1].shape[0] if first is not None and first[1].dim() else None
 
 
 def _rows(address: str, value: Any, size: int | None) -> Tensor:

@@ -27,7 +27,7 @@ def thumbnail(value: Any) -> Shown:
     """
     if type(value) not in (Tensor, nn.Parameter) or not elements.is_plain(value):
         return Shown("")
-    if value.is_complex() or value.is_nested or not value.numel():
+    if value.is_complex() or value.is_nested or elements.is_packed(value.dtype) or not value.numel():
         return Shown("")
     with torch.no_grad():
         x = value.detach().double()
