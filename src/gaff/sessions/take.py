@@ -342,9 +342,10 @@ def arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[An
 
 def _moved(given: Any, device: torch.device) -> Any:
     """Arguments on a device; packed sequences as wholes, whose sizes stay on the CPU."""
+    args: tuple[Any, ...]
     args, kwargs = given
     if any(isinstance(one, PackedSequence) for one in args):
-        return tuple(one.to(device=device) if isinstance(one, PackedSequence) else one for one in args), kwargs
+        return tuple(one.to(device) if hasattr(one, "to") else one for one in args), kwargs
     return map_tensors(given, lambda tensor: tensor.to(device, non_blocking=True))
 
 
