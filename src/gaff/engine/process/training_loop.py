@@ -41,7 +41,8 @@ class Told:
     iterated: Callable[[Any], None] = lambda loader: None  # a DataLoader, from its beginning
     saved: Callable[[Any], None] = lambda file: None  # by torch.save, which has written it: what it was given as file
     backward_ended: Callable[[], None] = lambda: None  # without an exception
-    loaded: Callable[[Any, Any], None] = lambda module, keys: None  # by load_state_dict, with what it has returned
+    # by load_state_dict, with what it was given, and what it has returned
+    loaded: Callable[[Any, Any, Any], None] = lambda module, state, keys: None
 
 
 _OPEN: list[Told] = []
@@ -219,7 +220,7 @@ def _tell_saved(told: Told, result: Any, obj: Any, f: Any, *args: Any, **kwargs:
 
 def _tell_loaded(told: Told, keys: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """``Module.load_state_dict`` has run, which tells the names that it missed, and those that it does not know."""
-    told.loaded(module, keys)
+    told.loaded(module, args[0] if args else kwargs.get("state_dict"), keys)
 
 
 def tell_clipped(norm: Any, most: Any, kind: Any = 2.0) -> None:

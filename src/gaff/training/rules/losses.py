@@ -17,6 +17,7 @@ _PAIRWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 _SOME = 0.2  # of the targets of a step
 _ALL = 0.95  # of the weight of all labels, for one class
 _FITS, _UNEVEN = 0.8, 0.3  # a correlation; a standard deviation of logarithms: of two, one comes 1.8 times as often
+_OF_TRUTHS = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 _WITH_TARGETS = ("cross_entropy", "nll_loss", *_PAIRWISE)
 
 
@@ -160,11 +161,11 @@ def labels_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     """Every target that a loss function of torch's was given in a step is one number, of eight or more examples.
 
     In each look so far, or another number in another look, as where data is sorted by label. In runs with one optimizer
-    and one loss. Left out are targets of 0, 1 or -1 of a regression, as of a term that is to be that everywhere, losses
-    against probabilities, and a cross entropy over scores of pairs that were put together, of which the right one may
-    always be the first.
+    and one loss. Left out are targets of 0, 1 or -1 of a regression, as of a term that is to be that everywhere, those
+    of a binary cross entropy that are not all 0, as of differences of scores, losses against probabilities, and a cross
+    entropy over scores of pairs that were put together, of which the right one may always be the first.
     """
-    told = [one for one in sample.facts.get("targets", ()) if one["function"] in _WITH_TARGETS]
+    told = [one for one in sample.facts.get("targets", ()) if one["function"] in (*_WITH_TARGETS, *_OF_TRUTHS)]
     if (
         not told
         or not _is_alone(sample)
@@ -176,6 +177,8 @@ def labels_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     if math.inf in past.targets and kinds < 2:
         return
     if any(abs(one["low"]) in (0, 1) and one["function"] in _PAIRWISE for one in told):
+        return
+    if any(one["low"] != 0 and one["function"] in _OF_TRUTHS for one in told):
         return
     what = f"all {told[0]['count']} targets of a batch are {told[0]['low']:.4g}"
     if kinds > 1:
@@ -225,6 +228,25 @@ def kl_of_probabilities(sample: Sample, past: Past) -> Iterator[Hit]:
         if one["function"] == "kl_div" and one.get("highest", 0.0) > 1e-3 and one.get("is_normal"):
             told = f"kl_div is given an input with elements up to {one['highest']:.4g}"
             yield Hit(("", ""), f"{told}: they are no logarithms of probabilities", highest=one["highest"])
+            return
+
+
+@rule(
+    "kl_of_log_targets",
+    severity="error",
+    means="kl_div is given logarithms of probabilities as targets, and takes them for probabilities",
+    cause="log_softmax of a teacher's scores as targets, without log_target=True",
+    remedy="kl_div(log_softmax(scores, dim=-1), log_softmax(others, dim=-1), log_target=True)",
+    least=1,
+    share=0.0,
+    hides=("nonfinite",),
+)
+def kl_of_log_targets(sample: Sample, past: Past) -> Iterator[Hit]:
+    """No target that kl_div is given without log_target is above zero, and some are below. Certain."""
+    for one in sample.facts.get("targets", ()):
+        if one["function"] == "kl_div" and not one.get("log_target") and one["high"] <= 0 > one["low"]:
+            yield Hit(("", ""), f"kl_div is given targets from {one['low']:.4g} to {one['high']:.4g}, and no "
+                      "log_target=True: they are no probabilities", low=one["low"], high=one["high"])  # fmt: skip
             return
 
 

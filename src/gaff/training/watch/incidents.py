@@ -147,17 +147,23 @@ def _of_unknown(what: str, step: int, failed: str, seen: Key | None) -> Finding:
 
 def of_held_evaluation(model: str, step: int) -> Finding:
     """The finding about the graphs of an evaluation that came after all training, which no look can tell any more."""
-    known = RULES["eval_graphs_held"]
+    return of_rule("eval_graphs_held", step, model=model)
+
+
+def of_rule(name: str, step: int, message: str = "", *, model: str = "", **evidence: Any) -> Finding:
+    """The finding of a rule about what no look can tell; ``message``: what the rule means, where it is empty."""
+    known = RULES[name]
     return Finding(
         rule=known.name,
         site="",
         model=model,
         since=step,
         severity=known.severity,
-        message=known.means,
+        message=message or known.means,
         cause=known.cause,
         remedy=known.remedy,
-        evidence={},
+        evidence=evidence,
+        last=step,
     )
 
 

@@ -22,11 +22,13 @@ from gaff.training.watch.models import Models
 from gaff.training.watch.optimizers import Optimizers
 from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.schedules import Schedules
+from gaff.training.watch.slips import set_for_nothing
 from gaff.training.watch.step_state import LoopEvent, StepState
 from gaff.training.watch.updates import Clearing, Update
 from gaff.training.watch.written_back import WrittenBack
 
 _SOME = 64  # parameters of a model that tell whether its weights were reset
+_EACH = 16  # looks, the first ones and every so many, at which what hardly ever changes is read
 _MOMENTS = 4  # what an optimizer keeps is read at every fourth look
 
 
@@ -190,6 +192,7 @@ class OptimizerSteps:
                 "idle": self.idle.facts(), "is_task": self.optimizers.are_of_tasks,
                 "lost": self.lost.facts, "has_brought": self.lost.has_brought,
                 "schedules": self.schedules.facts(step, counts),
+                "for_nothing": set_for_nothing(self._models, counts) if _is_asked(self.looks) else (),
                 "is_raised": any(group.get("maximize") for one in counts for group in one.param_groups),
                 "has_closure": any(one.has_closure for one in self.updates.values()),
                 **ownership.facts(self._models, self.updates.values(), counts, strays)}  # fmt: skip
@@ -218,6 +221,11 @@ class OptimizerSteps:
         self.optimizers.forget()
         self.clearing.forget()
         self._written.forget()
+
+
+def _is_asked(looks: int) -> bool:
+    """Whether what hardly ever changes is to be read at the look of this number."""
+    return looks <= _EACH or looks % _EACH == 0
 
 
 def rate_of(optimizer: Any) -> float:

@@ -7,10 +7,10 @@ where the optimizer's own ``step`` says that there is one; from then on it says 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
 from gaff.training.watch.idle_optimizers import objects_of
 
@@ -33,17 +33,31 @@ class Schedules:
         Those that are parts of another, and those of an optimizer of which another schedule has made steps, are left
         out: they wait for their turn.
         """
+        found = []
+        for one in self._alone(step, optimizers):
+            length = one.T_max if type(one) is CosineAnnealingLR else 0
+            found.append({"schedule": type(one).__name__, "made": one.last_epoch, "length": int(length)})
+        return tuple(found)
+
+    def unfinished(self, steps: int, optimizers: Iterable[Any]) -> tuple[str, int, int] | None:
+        """Class, steps made and length of a schedule of ``optimizers`` that is as long as the run has had steps, to a
+        twentieth, and has made a fifth of these or fewer; None where there is none, or none was found so far."""
+        for one in self._alone(0, optimizers):
+            length = one.T_max if type(one) is CosineAnnealingLR else one.total_steps if type(one) is OneCycleLR else 0
+            if 0 < one.last_epoch <= length / 5 and abs(steps - length) <= length / 20:
+                return type(one).__name__, one.last_epoch, int(length)
+        return None
+
+    def _alone(self, step: int, optimizers: Iterable[Any]) -> Iterator[Any]:
+        """The one schedule of each of ``optimizers`` that has one, looked for where it is time after so many steps."""
         scheduled = [one for one in optimizers if getattr(one.step, "_wrapped_by_lr_sched", False)]
         if scheduled and step >= self._due:
             self._due = _TIMES * step
             self._known = list(map(weakref.ref, objects_of(LRScheduler)))
         there = [one for known in self._known if (one := known()) is not None]
         parts = {id(part) for one in there for part in getattr(one, "_schedulers", ())}
-        found = []
         for optimizer in scheduled:
             own = [one for one in there if getattr(one, "optimizer", None) is optimizer and id(one) not in parts]
             told = [one for one in own if isinstance(getattr(one, "last_epoch", None), int)]
             if len(told) == len(own) == 1:
-                length = told[0].T_max if type(told[0]) is CosineAnnealingLR else 0
-                found.append({"schedule": type(told[0]).__name__, "made": told[0].last_epoch, "length": int(length)})
-        return tuple(found)
+                yield told[0]

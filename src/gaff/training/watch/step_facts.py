@@ -124,7 +124,7 @@ def target_of(
         "alike": not plain.dim() or (plain == plain[:1]).all(),
     }
     if name == "kl_div" and isinstance(output, Tensor) and output.numel() and elements.is_plain(output):
-        told["highest"] = output.detach().max()
+        told["highest"], told["log_target"] = output.detach().max(), bool(known.get("log_target"))
         told["is_normal"] = plain.is_floating_point() and plain.dim() > 0 and _are_probabilities(plain)
     if name == "cross_entropy" and plain.is_floating_point() and plain.dim():
         told["beyond"] = (plain.sum(min(1, plain.dim() - 1)) > 1 + _BEYOND).float().mean() * (plain >= 0).all()

@@ -44,6 +44,7 @@ from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.settings import Settings
 from gaff.training.watch.setup_facts import SetupFacts
 from gaff.training.watch.shield import Shield
+from gaff.training.watch.slips import is_loaded_with_itself
 from gaff.training.watch.step_state import LoopEvent
 
 _STUCK = 17  # skipped steps in a row: sixteen halvings lead a GradScaler from its first scale to 1
@@ -108,6 +109,7 @@ class Watcher:
         if error is not None and not isinstance(error, SystemExit):
             self._flight.keep(self.step, "exception", self._batches.kept)
         _tell_rest(self)
+        self.shield.run(_tell_schedule, self)
         self._stop()
         self._outer.close()
         made = {"steps": self.steps_made, "backwards": self._losses.count, "others": self._steps.optimizers.others}
@@ -352,8 +354,25 @@ def _told(watcher: Watcher, steps: OptimizerSteps, setup: SetupFacts) -> Told:
         iterated=beside(setup.iterated),
         saved=beside(watcher.reporter.saved),
         backward_ended=on(ended),
-        loaded=beside(setup.loaded),
+        loaded=beside(partial(_loaded, watcher, setup)),
     )
+
+
+def _loaded(watcher: Watcher, setup: SetupFacts, module: nn.Module, state: Any, keys: Any) -> None:
+    """``load_state_dict`` has run: tell the rules, and what was loaded with what it holds already."""
+    setup.loaded(module, keys)
+    if watcher.steps_made and is_loaded_with_itself(module, state):
+        watcher.reporter.add(incidents.of_rule("loads_itself", watcher.steps_made), watcher.step)
+
+
+def _tell_schedule(watcher: Watcher) -> None:
+    """Where a schedule has hardly begun when the run is over, tell that."""
+    found = watcher._steps.schedules.unfinished(watcher.steps_made, watcher._steps.optimizers.counts)
+    if found is not None:
+        kind, made, length = found
+        told = f"the {kind} is {length} steps long, as the run was, and has made {made} of them"
+        one = incidents.of_rule("schedule_not_finished", watcher.steps_made, told, made=made, length=length)
+        watcher.reporter.add(one, watcher.step)
 
 
 _UNTOLD = "the loss {!r} is a sum over processes that is still due (Partial): nobody has its value, and no rule asks it"

@@ -1,0 +1,79 @@
+"""Rules about slips: what was set, loaded or scheduled for nothing, as a name that torch does not know.
+
+Written as those of ``gaff.training.rules.steps``. All of it is read from the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gaff.record.sample import Sample
+from gaff.training.rules.registry import Hit, Past, rule
+
+
+@rule(
+    "set_for_nothing",
+    severity="error",
+    means="an attribute was set that torch does not read: nothing has changed by it",
+    cause="optimizer.lr for param_groups[i]['lr'], require_grad for requires_grad, module.requires_grad = False",
+    remedy="group['lr'] = ... for each group of optimizer.param_groups; module.requires_grad_(False)",
+    least=1,
+    share=0.0,
+    hides=("loss_spike", "update_large", "diverging"),
+)
+def set_for_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
+    """An optimizer of torch's has an attribute ``lr``, ``learning_rate``, ``weight_decay`` or ``momentum``, which none
+    has, with a number that none of its groups has; a parameter has ``require_grad``, or another name that is nearly
+    right, with another truth than its ``requires_grad``; or a module of torch's, torchvision's, timm's or transformers'
+    has ``requires_grad``, while all of its parameters say the opposite. Looked for at the first looks, and at every
+    sixteenth. Certain."""
+    for one in sample.facts.get("for_nothing", ()):
+        yield Hit((one["model"], one["site"]), f"{one['name']} = {one['value']} does nothing: {one['meant']}")
+
+
+@rule(
+    "betas_swapped",
+    severity="error",
+    means="the betas of Adam are in the wrong order: steps follow an average over a thousand gradients",
+    cause="betas=(0.999, 0.9) for betas=(0.9, 0.999): the first is that of the gradient, the second of its square",
+    remedy="betas=(0.9, 0.999)",
+    least=1,
+    share=0.0,
+)
+def betas_swapped(sample: Sample, past: Past) -> Iterator[Hit]:
+    """An optimizer has two betas of which the first is 0.99 or more, and above the second. Asked when it is new."""
+    for one in sample.facts.get("settings", ()):
+        pairs = [tuple(group["betas"]) for group in one["settings"] if len(group.get("betas") or ()) == 2]
+        if any(first >= 0.99 and first > second for first, second in pairs):
+            yield Hit(("", ""), f"{one['class']} has betas={pairs[0]}: the first is that of the gradient, and is to be "
+                      "the smaller one", betas=list(pairs[0]))  # fmt: skip
+
+
+@rule(
+    "loads_itself",
+    severity="error",
+    means="load_state_dict is given the model's own tensors, so nothing comes back: state_dict() makes no copy",
+    cause="best = model.state_dict() is kept while training goes on, which writes into the same tensors",
+    remedy="best = copy.deepcopy(model.state_dict()), or torch.save it",
+    least=1,
+    share=0.0,
+)
+def loads_itself(sample: Sample, past: Past) -> Iterator[Hit]:
+    """After the first step a model is loaded with tensors that lie in the very memory of its own parameters, all of
+    them. Told when it happens. Certain."""
+    yield from ()
+
+
+@rule(
+    "schedule_not_finished",
+    severity="error",
+    means="the schedule of the learning rate counts steps, and is stepped once an epoch: it has hardly begun",
+    cause="scheduler.step() stands after the loop over batches, while its length is that of all batches",
+    remedy="scheduler.step() after each optimizer.step(), or a length in epochs",
+    least=1,
+    share=0.0,
+)
+def schedule_not_finished(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A OneCycleLR or CosineAnnealingLR is as long as the run has had steps, to a twentieth, and has made a fifth of
+    these or fewer, but one. Told at the end, where the schedule was found at step 64 or later. Certain."""
+    yield from ()

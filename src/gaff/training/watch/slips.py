@@ -1,0 +1,75 @@
+"""What was set on optimizers, modules and parameters for nothing, or loaded onto itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from gaff.address.resolve import iter_modules
+from gaff.training.watch.models import Model, Models
+
+_OF_GROUPS = ("lr", "learning_rate", "weight_decay", "momentum")
+_NEARLY = ("require_grad", "requires_gradient", "require_gradient", "required_grad", "requiresgrad")
+_OTHERS = ("torch.nn.", "torchvision.", "timm.", "transformers.")  # of which no module has such an attribute
+
+
+def set_for_nothing(models: Models, optimizers: Iterable[Any]) -> list[dict[str, Any]]:
+    """Attributes that nobody reads, as the rule of this name explains them; reads no tensor."""
+    found = [told for optimizer in optimizers for told in _on_optimizer(optimizer)]
+    for model in models.all:
+        found += _on_parameters(model)
+        root = model.root()
+        found += _on_modules(model, root) if root is not None else ()
+    return found
+
+
+def _on_optimizer(optimizer: Any) -> Iterator[dict[str, Any]]:
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    own = vars(optimizer)
+    for name in _OF_GROUPS:
+        value, key = own.get(name), "lr" if name == "learning_rate" else name
+        used = [group.get(key) for group in optimizer.param_groups]
+        if isinstance(value, (int, float)) and value not in used:
+            yield _told("", "", f"{type(optimizer).__name__}.{name}", value, f"the {key} of its groups is {used[0]}")
+
+
+def _on_parameters(model: Model) -> list[dict[str, Any]]:
+    found: list[tuple[str, str, Tensor]] = []
+    for called, name, path in model.parameters.values():
+        module = called()
+        one = module._parameters.get(name) if module is not None else None
+        known = vars(one).keys() & set(_NEARLY) if one is not None else ()
+        found += [(path, wrong, one) for wrong in known if one is not None and vars(one)[wrong] != one.requires_grad]
+    if not found:
+        return []
+    path, wrong, first = found[0]
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    meant = f"requires_grad is {first.requires_grad}"
+    return [_told(model.name, f"{path}:param", f"{path}.{wrong}{more}", vars(first)[wrong], meant)]
+
+
+def _on_modules(model: Model, root: nn.Module) -> list[dict[str, Any]]:
+    for path, module, _ in iter_modules(root):
+        value = vars(module).get("requires_grad")
+        if isinstance(value, bool) and type(module).__module__.startswith(_OTHERS):
+            parameters = list(module.parameters())
+            if parameters and all(one.requires_grad is not value for one in parameters):
+                meant = f"requires_grad of its {len(parameters)} parameters is {not value}"
+                return [_told(model.name, path, f"{path or model.name}.requires_grad", value, meant)]
+    return []
+
+
+def _told(model: str, site: str, name: str, value: Any, meant: str) -> dict[str, Any]:
+    return {"model": model, "site": site, "name": name, "value": value, "meant": meant}
+
+
+def is_loaded_with_itself(module: nn.Module, state: Any) -> bool:
+    """Whether a state dict holds the very memory of all parameters of a module, of which it has some."""
+    known = [(one, state.get(name)) for name, one in module.named_parameters()] if hasattr(state, "get") else []
+    return bool(known) and all(
+        isinstance(other, Tensor) and other.shape == one.shape and other.data_ptr() == one.data_ptr() != 0
+        for one, other in known
+    )
