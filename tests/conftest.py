@@ -11,10 +11,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import inside
 from gaff.compat.compiler import has_asked_to_compile, has_compiled
+from gaff.training.watch.shield import Shield
 from shares import is_due
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's
 settings.load_profile("untimed")
+Shield.is_strict = True  # what may fail by itself fails a test
 
 GLOBAL_TABLES = (
     "_global_forward_hooks",

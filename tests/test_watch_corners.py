@@ -334,3 +334,33 @@ def test_an_event_that_is_none_of_gaffs_is_an_error_of_the_record(tmp_path, even
     log.close()
     with pytest.raises(RecordError, match="an event that cannot be read"):
         assert gaff.load(tmp_path).verdict
+
+
+@pytest.mark.parametrize(
+    ("part", "what"),
+    [
+        ("gaff.training.watch.token_facts.TokenFacts.given", "sequences of tokens"),
+        ("gaff.training.watch.batch_layout.BatchLayout.given", "what lies where in a batch"),
+        ("gaff.training.watch.step_facts.target_of", "targets"),
+        ("gaff.training.watch.losses.facts_of_graph", "the graphs behind losses"),
+        ("gaff.training.watch.attention.shown_by", "attention"),
+    ],
+)
+def test_an_error_in_one_fact_costs_that_fact_alone(tmp_path, monkeypatch, part, what):
+    def fail(*args, **kwargs):
+        raise LookupError("nothing there")
+
+    monkeypatch.setattr(part, fail)
+    monkeypatch.setattr("gaff.training.watch.shield.Shield.is_strict", False)
+    torch.manual_seed(0)
+    model = nn.Sequential(Language(), nn.Dropout(0.1))
+    optimizer, ids = torch.optim.SGD(model.parameters(), 1e-2), torch.randint(16, (4, 12))
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1, tell=lambda line: None):
+        for _ in range(30):
+            optimizer.zero_grad()
+            F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert len(record.looks) == 30
+    told = f"{what}: not looked at any more, by an error of gaff's own: LookupError: nothing there (in "
+    assert [one.startswith(told) for one in record.notes].count(True) == 1

@@ -44,6 +44,13 @@ def shown_by(kind: str, args: Any, output: Any) -> Tensor | None:
         return None if kind == "dropout" and not _are_probabilities(some) else some
 
 
+def observe_shown(numbers: Accumulator, key: Key, kind: str, args: Any, output: Any) -> None:
+    """Add the entropy of what ``shown_by`` finds to the numbers of ``key``."""
+    shown = shown_by(kind, args, output)
+    if shown is not None:
+        numbers.add_share("entropy", key, entropy_of(shown), 1)
+
+
 def entropy_of(probabilities: Tensor) -> Tensor:
     """Shannon's entropy of the rows of attention over that of uniform ones, which a causal mask makes smaller."""
     queries, keys = probabilities.shape[-2:]

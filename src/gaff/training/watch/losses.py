@@ -71,6 +71,10 @@ class StepNumbers(NamedTuple):
     unclipped: Any = None
 
 
+def _at_once(what: str, action: Callable[..., Any], *arguments: Any) -> Any:
+    return action(*arguments)
+
+
 class Losses:
     """The losses of the step in progress, by name, and what is remembered of those before it.
 
@@ -79,13 +83,16 @@ class Losses:
     rules so far. Used on the thread that trains.
     """
 
-    def __init__(self, rises: Callable[[], None] = lambda: None) -> None:
-        """``rises`` is called when a loss leaves what it was lately, by three deviations from the mean, upwards."""
+    def __init__(self, rises: Callable[[], None] = lambda: None, attempt: Callable[..., Any] = _at_once) -> None:
+        """``rises`` is called when a loss leaves what it was lately, by three deviations from the mean, upwards.
+
+        ``attempt``: that of a ``Shield``, through which graphs are read.
+        """
         self._rises = rises
+        self._attempt = attempt
         self.names: dict[Any, str] = {}  # by place in the code and model
         self.lr = math.nan
         self.unclipped: Any = None  # the norm that this step's gradients had before they were clipped
-        self._scaler: Any = None  # the GradScaler of this step's last loss
         self.scale: Any = None  # of a GradScaler, when it was last used; a tensor where it is on a device
         self.facts: dict[str, Any] = {}
         self.steep: list[UnsafeOp] = []  # ops just behind the losses of a sampled step that may have an infinite slope
@@ -126,8 +133,8 @@ class Losses:
 
     def factor_on(self, optimizer: Any = None) -> Any:
         """By what gradients are too large now, by a GradScaler, if an ``optimizer`` does not take that off itself."""
-        is_scaled = self._scaler is not None and getattr(optimizer, "grad_scale", None) is None
-        return self.scale if is_scaled and not _has_unscaled(self._scaler) else None
+        is_scaled = self.scaled.scaler is not None and getattr(optimizer, "grad_scale", None) is None
+        return self.scale if is_scaled and not _has_unscaled(self.scaled.scaler) else None
 
     def note(self, tensor: Tensor, at: int = 0, *, whose: str = "", is_sampled: bool = False) -> Noted:
         """Backward is about to run from ``tensor``. Tells a spike where the value can be read without waiting.
@@ -137,14 +144,14 @@ class Losses:
         interest, see ``facts``.
         """
         self.count += 1
-        self._scaler, loss, known = self.scaled.by(tensor)
+        self.scaled.scaler, loss, known = self.scaled.by(tensor)
         named = tensor if known is None else loss
         name = self._name(named, at, whose)
-        if self._scaler is not None:
-            self.scale = scale_of(self._scaler)
-        scale = 1.0 if self._scaler is None else self.scale
+        if self.scaled.scaler is not None:
+            self.scale = scale_of(self.scaled.scaler)
+        scale = 1.0 if self.scaled.scaler is None else self.scale
         if is_sampled:
-            self._note_graph(tensor, named, name, scale)
+            self._attempt("the graphs behind losses", self._note_graph, tensor, named, name, scale)
         self._graphs.add(tensor if named is None else named)
         value = distributed.known_here(tensor.detach() / scale if known is None else known)
         if value is None:  # it takes all processes to tell
@@ -232,7 +239,7 @@ class Losses:
         """Begin a new step: the sums of this one are dropped, while names and past values stay."""
         self._now, self.partial = {}, dict.fromkeys(self.partial, 0)
         self._graphs.step_ends()
-        self.unclipped = self._scaler = self.scale = None
+        self.unclipped = self.scaled.scaler = self.scale = None
         self.facts = {name: self.facts[name] for name in (_BY_HAND, "ctc_axis") if name in self.facts}  # it stays so
         self.steep = []
 

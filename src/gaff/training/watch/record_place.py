@@ -80,13 +80,3 @@ def memory() -> dict[str, int]:
     if torch.cuda.is_initialized():
         told["cuda"] = torch.cuda.max_memory_allocated()
     return told
-
-
-def place_of(error: Exception) -> str:
-    """File and line at which an error was raised, for a message; empty where that is not known."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return ""
-    return f" (in {Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"

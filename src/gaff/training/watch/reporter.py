@@ -36,6 +36,7 @@ from gaff.training.watch.recorder import Recorder
 from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.sampling import plain, reading_of
 from gaff.training.watch.settings import Settings
+from gaff.training.watch.shield import place_of
 from gaff.training.watch.step_series import Pulse
 from gaff.training.watch.worker import Worker
 from gaff.views import run_text
@@ -176,7 +177,7 @@ class Reporter:
 
     def fail(self, error: Exception, step: int) -> None:
         """Tell, once, on the terminal and in the record, that watching has ended by an error of gaff's own."""
-        self.failure = f"{type(error).__name__}: {error}{record_place.place_of(error)}"
+        self.failure = f"{type(error).__name__}: {error}{place_of(error)}"
         self._complain(f"gaff: watching has stopped at step {step}, training goes on: {self.failure}")
         self._worker.put(lambda: self._recorder.event("failure", step, error=self.failure, notes=[self.failure]))
 
@@ -266,7 +267,7 @@ class Reporter:
             self._recorder.close()
             self._complain(f"gaff: the record is not written any further, training goes on: {error}")
         else:
-            self.failure = f"{type(error).__name__}: {error}{record_place.place_of(error)}"
+            self.failure = f"{type(error).__name__}: {error}{place_of(error)}"
             self._complain(f"gaff: a look could not be judged or written, training goes on: {self.failure}")
 
     def _complain(self, text: str) -> None:

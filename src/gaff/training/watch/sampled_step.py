@@ -260,14 +260,13 @@ class SampledStep:
         if entry.kind == "mixing" and args and type(args[0]) is Tensor and self._stands is None:
             self._given(entry, args[0])
         places = [((), output)] if isinstance(output, Tensor) else list(iter_tensors(output))
-        if entry.kind in ("dropout", "softmax", "attention"):
-            shown = attention.shown_by(entry.kind, args, output)
-            if shown is not None and places:
-                at = entry.key("output", places[0][0])
-                self.numbers.add_share("entropy", at, attention.entropy_of(shown), 1)
+        if entry.kind in ("dropout", "softmax", "attention") and places:
+            at = entry.key("output", places[0][0])
+            self._shield.attempt("attention", attention.observe_shown, self.numbers, at, entry.kind, args, output)
         if entry.routing is not None and self._stands is None:
             place = next((key for key, tensor in places if tensor.is_floating_point()), ())
-            self.routes.returned(entry.model, entry.routing, entry.key("output", place), output)
+            told = entry.model, entry.routing, entry.key("output", place), output
+            self._shield.attempt("mixtures of experts", self.routes.returned, *told)
         for key, tensor in places:
             self._returned(entry, key, tensor)
 
@@ -280,7 +279,7 @@ class SampledStep:
         if entry is None or not entry.is_wanted or not self.is_open or autograd.backward_task() != -1:
             return
         key = entry.model, str(Site(entry.path, op=ATTENTION, port="weights"))
-        untold = attention.observe_fused(self.numbers, key, args, kwargs)
+        untold = self._shield.attempt("attention", attention.observe_fused, self.numbers, key, args, kwargs)
         if untold:
             self.notes.add(f"{key[1]}: {untold}")
 

@@ -14,9 +14,13 @@ _AROUND = 64  # ops after which what it has returned is looked for
 
 
 class ScaledLosses:
-    """Remembers what GradScalers have multiplied and returned. Used on the thread that trains."""
+    """Remembers what GradScalers have multiplied and returned. Used on the thread that trains.
+
+    ``scaler``: that of the last loss of the step in progress, for who asks; None where it was not multiplied.
+    """
 
     def __init__(self) -> None:
+        self.scaler: Any = None
         self._known: list[tuple[ref[Tensor], ref[Tensor], Tensor, Any]] = []  # scaled, loss, its value, scaler
         self._mark = object()  # by which the nodes are marked of what a GradScaler has returned
         self._has_marked = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,6 +33,7 @@ from gaff.training.watch.token_facts import TokenFacts
 
 _OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
+_TOKENS, _LAYOUT = "sequences of tokens", "what lies where in a batch"
 _MOST_TARGETS = 8  # calls of loss functions in a step
 
 
@@ -44,6 +46,7 @@ class SetupFacts:
 
     def __init__(self, models: Models, shield: Shield, attended: Callable[..., None]) -> None:
         self._models = models
+        self._attempt = shield.attempt
         self._note_target = shield.around(self._target)
         self._attended = attended
         heard = FunctionCalls((ATTENTION,), shield.around(self._attention_called), is_after=True)
@@ -58,8 +61,7 @@ class SetupFacts:
         self._latest: tuple[list[str | Tensor], int | Tensor] = [], 0
         self._given: list[str | Tensor] = []  # those of this one
         self._rows = 0  # of what was given first
-        self._begun = 0
-        self._batches = 0  # of the largest DataLoader so far
+        self._loader = 0, 0  # batches of the largest DataLoader so far, and how often it has begun
         self._unmatched: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
     def look(self, *, is_on: bool) -> None:
@@ -80,19 +82,19 @@ class SetupFacts:
                 del self._unmatched[known]
         self._rows = self._rows if self._given else step_facts.batch_size(args, kwargs)
         self._mark(args, kwargs)
-        self._tokens.given(module, args, kwargs)
-        self._layout.given(module, args, kwargs)
+        self._attempt(_TOKENS, self._tokens.given, module, args, kwargs)
+        self._attempt(_LAYOUT, self._layout.given, module, args, kwargs)
 
     def returned(self, module: nn.Module, output: Any) -> None:
         """A module has returned, in a step that is looked at."""
-        self._tokens.returned(module, output)
+        self._attempt(_TOKENS, self._tokens.returned, module, output)
 
     def iterated(self, loader: Any) -> None:
         """A DataLoader begins anew; one whose length is not known does not count."""
         batches = _length_of(loader) if torch.is_grad_enabled() else 0
-        if batches >= max(2, self._batches):
-            self._begun = self._begun + 1 if batches == self._batches else 1
-            self._batches = batches
+        known, begun = self._loader
+        if batches >= max(2, known):
+            self._loader = batches, begun + 1 if batches == known else 1
 
     def loaded(self, module: nn.Module, keys: Any) -> None:
         """``load_state_dict`` has run: note a module of whose parameters it found none, but others that it has not.
@@ -117,8 +119,9 @@ class SetupFacts:
 
     def take(self) -> dict[str, Any]:
         """The facts of the step that was looked at; tensors in them may be on a device."""
-        facts: dict[str, Any] = {"targets": tuple(self._targets), **self._tokens.take(),
-                                 "dropped": self._shares, **self._layout.take()}  # fmt: skip
+        facts: dict[str, Any] = {"targets": tuple(self._targets), "dropped": self._shares,
+                                 **(self._attempt(_TOKENS, self._tokens.take) or {}),
+                                 **(self._attempt(_LAYOUT, self._layout.take) or {})}  # fmt: skip
         entries = self._models.entries
         unmatched = [(entries.get(unwrap(module)), told) for module, told in self._unmatched.items()]
         facts["unmatched"] = [{**told, "model": one.model, "path": one.path} for one, told in unmatched if one]
@@ -130,8 +133,8 @@ class SetupFacts:
                 is_same = is_same & (type(one) is type(other) and one == other)
             facts["repeats"] = (repeats + 1) * is_same
             self._latest = before, facts["repeats"]
-        if self._batches:
-            facts["batches"] = {"count": self._batches, "begun": self._begun}
+        if self._loader[0]:
+            facts["batches"] = dict(zip(("count", "begun"), self._loader, strict=True))
         return facts
 
     def _dropped(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -149,20 +152,21 @@ class SetupFacts:
         is_plain = type(target) is Tensor and elements.is_plain(target) and elements.is_readable(target)
         is_wanted = torch.is_grad_enabled() and not target.requires_grad and len(self._targets) < _MOST_TARGETS
         if is_plain and is_wanted:
-            self._targets.append(step_facts.target_of(name, output, target, self._labels, known))
+            told = self._attempt("targets", step_facts.target_of, name, output, target, self._labels, known)
+            self._targets += [told] if told is not None else []
             if self._given and (not target.dim() or len(target) != self._rows):  # as of a part of what was given
                 self._mark((target,), {})
             if name in step_facts.OVER_CLASSES:
-                self._tokens.target(target)
-                self._layout.target(target, known)
+                self._attempt(_TOKENS, self._tokens.target, target)
+                self._attempt(_LAYOUT, self._layout.target, target, known)
 
     def _attention_called(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             known = {**dict(zip(_OF_ATTENTION, args, strict=False)), **kwargs}
             query, key, mask = (known.get(one) for one in ("query", "key", "attn_mask"))
             is_causal = bool(known.get("is_causal", False))
-            self._tokens.attended(query, key, mask, is_causal=is_causal)
-            self._layout.attended(query, key, mask, is_causal=is_causal)
+            self._attempt(_TOKENS, partial(self._tokens.attended, query, key, mask, is_causal=is_causal))
+            self._attempt(_LAYOUT, partial(self._layout.attended, query, key, mask, is_causal=is_causal))
         self._attended(name, args, kwargs, output)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -29,12 +30,18 @@ class Shield:
     operation, nor by its recursion limit, against which frames of gaff's would count.
 
     All that gaff does on the program's threads goes through here, so that it is measured here: ``take_spent``.
+
+    What is only one fact among many is asked through ``attempt``: an error in it costs that fact alone, ``given_up``
+    tells which, and why. ``is_strict``: for tests, such an error is a failure as any other.
     """
+
+    is_strict = False
 
     def __init__(self, failed: Callable[[Exception], None], moved: Callable[[], None]) -> None:
         self.is_open = False
         self.thread = TrainingThread()
         self.is_quiet = threading.RLock()  # held while something is done: who closes it waits for that
+        self.given_up: dict[str, str] = {}
         self._failed = failed
         self._moved = moved
         self._spent_s = 0.0  # less the time at which the call in progress began
@@ -119,6 +126,18 @@ class Shield:
             elif not is_mine:
                 self._elsewhere_s += perf_counter() - began
 
+    def attempt(self, what: str, action: Callable[..., Any], *arguments: Any) -> Any:
+        """What ``action`` returns, which looks for ``what``; None where it raises, and from then on."""
+        if what in self.given_up:
+            return None
+        try:
+            return action(*arguments)
+        except Exception as error:  # whatever is odd about the program, the rest of it is looked at
+            if self.is_strict or is_of_handler(error):
+                raise
+            self.given_up[what] = f"{type(error).__name__}: {error}{place_of(error)}"
+            return None
+
     def around(self, action: Callable[..., Any]) -> Callable[..., None]:
         """``action``, called through the shield."""
         return partial(self.run, action)
@@ -136,3 +155,13 @@ class Shield:
         spent, self._spent_s = self._spent_s + now + self._elsewhere_s, -now
         self._elsewhere_s = 0.0
         return spent
+
+
+def place_of(error: Exception) -> str:
+    """File and line at which an error was raised, for a message; empty where that is not known."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return ""
+    return f" (in {Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"

@@ -64,7 +64,7 @@ class Watcher:
         self._alone, self._batches = Alone(), StepBatches()
         self._calls = ModelCalls(self._models, _calls_told(self), self.shield)
         setup = SetupFacts(self._models, self.shield, lambda *given: self._looks.attended(*given))
-        self._losses = Losses(self.pace.want)
+        self._losses = Losses(self.pace.want, self.shield.attempt)
         self.reporter = reporter = Reporter(settings, self._flight, lambda: self.steps_made)
         self._looks = Looks(self._models, self._calls, setup, self.shield, lambda one: reporter.look(one, {}, {}),
                             reporter.tell, scale_of=self._losses.scaled.factor)  # fmt: skip
@@ -384,6 +384,8 @@ def _notes(watcher: Watcher, models: Models, *, has_steps: bool) -> list[str]:
     A reader must be able to tell a layer without numbers that was healthy from one that nobody could see.
     """
     told = [*models.missed.lines(), *map(_UNTOLD.format, watcher._losses.partial), *watcher.shield.thread.notes()]
+    told += [f"{what}: not looked at any more, by an error of gaff's own: {why}"
+             for what, why in watcher.shield.given_up.items()]  # fmt: skip
     if watcher._looks.is_endless:
         told.append("no optimizer's step came for long: the first runs were looked at, then no more")
     elif not has_steps:
