@@ -170,28 +170,3 @@ def test_targets_that_are_all_zero_are_told(tmp_path, targets, is_wrong):
 
     told = trained(tmp_path, loss=loss)
     assert (told.name == "labels_constant") is is_wrong, told
-
-
-def test_what_was_there_first_is_told_before_what_came_later(tmp_path):
-    """A model that returns the same for every example from the first step on, and units that die for want of a use."""
-    torch.manual_seed(0)
-
-    class Pooled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 32), nn.Linear(32, 10)
-
-        def forward(self, x):
-            seen = torch.relu(self.a(x))
-            return self.b(seen.mean(0, keepdim=True).expand_as(seen))
-
-    model = Pooled()
-    x, y = torch.rand(320, 64), torch.randint(10, (320,))
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    with gaff.watch(model, optimizer, out=tmp_path / "other", tell=lambda line: None):
-        for step in range(200):
-            at = slice(step * 32 % 320, step * 32 % 320 + 32)
-            optimizer.zero_grad()
-            F.cross_entropy(model(x[at]), y[at]).backward()
-            optimizer.step()
-    assert gaff.load(tmp_path / "other").verdict.name in ("output_constant", "input_not_used")

@@ -24,7 +24,6 @@ _TOLD = {
 }
 _ONE_EVENT = 10  # steps between two spikes of a loss that are one event
 _PATIENCE = 3  # looks that a finding must stand before anybody is alarmed: what explains it may come later
-_LATER = 30  # steps by which a cause may be seen after what follows from it
 _MOST = 32  # trainings that are told apart
 # Asked of a look that is judged when something non-finite was told already, which may come of what they tell.
 _OF_NONFINITE = ("nonfinite", "step_not_finite", "kl_of_log_targets")
@@ -136,8 +135,7 @@ class Judge:
         """The findings of one training, which is over at step ``end``.
 
         What a finding that is not over explains (``hides`` of its rule) is left out, in the same model or, where one of
-        the two is of the run as a whole, in any; not what names the examples that it began with, nor what had been
-        there for long when the other began. A spike whose batch
+        the two is of the run as a whole, in any; not what names the examples that it began with. A spike whose batch
         shows nothing is none of an agent's loss, which follows what it meets, and jumps where its targets are those of
         newer weights; nor of one that is divided by another number later.
         """
@@ -147,12 +145,10 @@ class Judge:
                      or not (past.is_acting or past.scales.varied))]  # fmt: skip
         direct = {one.rule for one in told}
         found = [*told, *(one for one in training.findings if one.rule not in direct)]
-        hiding: dict[str, list[Finding]] = {}  # by the rule that each hides
-        for one in found:
-            for name in self._hides(one.rule) if not one.is_over else ():
-                hiding.setdefault(name, []).append(one)
+        hidden = {(name, one.model) for one in found if not one.is_over for name in self._hides(one.rule)}
         return [one for one in found if "batch_indices" in one.evidence
-                or not any(_explains(other, one) for other in hiding.get(one.rule, ()))]  # fmt: skip
+                or (not any((one.rule, model) in hidden for model in ("", one.model))
+                and not (one.model == "" and any(name == one.rule for name, _ in hidden)))]  # fmt: skip
 
     def _hides(self, name: str) -> tuple[str, ...]:
         """The names of the rules whose findings follow from one of this name."""
@@ -183,8 +179,3 @@ class Judge:
         is_known = any((finding.model, finding.site) in one.order for one in self._trainings)
         what = f"series({finding.site!r}, {_TOLD.get(finding.rule, 'rms')!r})" if is_known else "scalar('loss')"
         return replace(finding, look=f"gaff.load({path!r}).{what}")
-
-
-def _explains(other: Finding, one: Finding) -> bool:
-    """Whether a finding of a rule that hides another's is about the same, and began no later, or not by much."""
-    return (one.model == other.model or "" in (one.model, other.model)) and other.since <= one.since + _LATER
