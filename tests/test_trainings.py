@@ -10,7 +10,7 @@ import gaff
 from gaff.record.run_case import RunCase, SingleSteps
 from gaff.record.sample import Sample
 from gaff.record.statistics import WIDTH, Numbers
-from gaff.record.trainings import Training, trainings
+from gaff.record.trainings import Training, _settled, trainings
 from gaff.record.verdict import judge_all
 from gaff.training.rules.judge import Judge
 from gaff.training.rules.registry import Hit, Rule
@@ -141,3 +141,71 @@ def test_what_is_wrong_with_a_second_training_is_told_of_it(tmp_path, fault, nam
     told = run(tmp_path, **fault)
     assert (told.state in ("wrong", "suspicious"), told.name, told.since in (120, 121)) == (True, name, True), told
     assert "(in the training from step 120 on, of the loss 'ce')" in told.cause
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ({"l1": (0, 99), "l2": (100, 100), "l2#2": (101, 300)}, {"l1": (0, 99), "l2#2": (100, 300)}),
+        ({"loss": (0, 0), "loss#2": (1, 300)}, {"loss#2": (0, 300)}),
+        ({"loss": (0, 99), "loss#2": (100, 300)}, {"loss": (0, 99), "loss#2": (100, 300)}),  # folds
+        ({"warm": (0, 0), "loss": (1, 300)}, {"warm": (0, 0), "loss": (1, 300)}),
+    ],
+)
+def test_a_loss_that_has_another_name_at_its_first_step_is_one(spans, expected):
+    assert _settled(spans) == expected
+
+
+def warmed(tmp_path, *, is_trained):
+    """A head on a frozen random body, which cannot be learned from, and then both of them."""
+    torch.manual_seed(0)
+    digits = load_digits()
+    x, y = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16, torch.tensor(digits.target)
+    body = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU())
+    for one in body.parameters():
+        nn.init.normal_(one, std=0.01)
+    head = nn.Linear(32, 10)
+    body.requires_grad_(False)
+    model = nn.Sequential(body, head)
+    with gaff.watch(out=tmp_path / "run", tell=lambda line: None):
+        first = torch.optim.SGD(head.parameters(), 1e-2)
+        for step in range(130):
+            at = slice(step * 32 % 1760, step * 32 % 1760 + 32)
+            loss1 = F.cross_entropy(model(x[at]), y[at])
+            first.zero_grad()
+            loss1.backward()
+            first.step()
+        body.requires_grad_(is_trained)
+        both = torch.optim.Adam(model.parameters() if is_trained else head.parameters(), 3e-3 if is_trained else 1e-5)
+        for step in range(230):
+            at = slice(step * 32 % 1760, step * 32 % 1760 + 32)
+            loss2 = F.cross_entropy(model(x[at]), y[at])
+            both.zero_grad()
+            loss2.backward()
+            both.step()
+    return gaff.load(tmp_path / "run").verdict
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_where_a_later_training_learns_the_first_has_something_to_learn_from(tmp_path, is_trained):
+    assert (warmed(tmp_path, is_trained=is_trained).state == "healthy") is is_trained
+
+
+@pytest.mark.parametrize("is_weak", [True, False])
+def test_a_weak_signal_that_evaluations_tell_is_no_fault(tmp_path, is_weak):
+    torch.manual_seed(0)
+    x = torch.randn(6000, 16)
+    y = (torch.rand(6000) < torch.sigmoid(0.45 * x[:, 0] if is_weak else torch.zeros(6000))).long()
+    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", tell=lambda line: None):
+        for _ in range(4):
+            for at in range(0, 4000, 64):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x[at : at + 64]), y[at : at + 64]).backward()
+                optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                F.cross_entropy(model(x[4000:]), y[4000:])
+            model.train()
+    assert (gaff.load(tmp_path / "run").verdict.state == "healthy") is is_weak

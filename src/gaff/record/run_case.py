@@ -20,7 +20,8 @@ class SingleSteps(NamedTuple):
     (``loss_spike``): ``losses``, ten of it from that step on, and ``rates``, the learning rates of ten steps up to it.
     ``is_search``: models are made one after the other, and trained with other learning rates; ``is_raised``: a loss is,
     by an optimizer with ``maximize=True``. ``last_look``: the last step that was looked at, None where it is not known;
-    ``large_at_first``: the finding that the first ones were large; ``began``: the first of all.
+    ``large_at_first``: the finding that the first ones were large; ``began``: the first of all; ``is_followed``: the
+    loss of a later training in the same run has fallen.
     """
 
     norms: tuple[tuple[int, float], ...] = ()
@@ -31,6 +32,7 @@ class SingleSteps(NamedTuple):
     last_look: int | None = None
     large_at_first: Finding | None = None
     began: int = 0
+    is_followed: bool = False
 
 
 class Unstepped(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from gaff.record.curve import Curve
@@ -84,8 +84,12 @@ def cases(record: RunLog) -> list[RunCase]:
     part = record.part(teller_of(record, names[0] if names else ""))
     spans = {name.removeprefix("loss:"): (known.steps[0], known.steps[-1])
              for name in names if name in part.series and len(known := record.scalar(name, part.rank))}  # fmt: skip
-    found = trainings(spans)
-    return [_case(record, part, one, is_first=not at) for at, one in enumerate(found)]
+    found = [_case(record, part, one, is_first=not at) for at, one in enumerate(trainings(_settled(spans)))]
+    falls = [any(one.fell() and one.last < 0.9 * one.start for one in case.losses.values() if one.values)
+             for case in found]  # fmt: skip
+    return [
+        replace(case, single=case.single._replace(is_followed=any(falls[at + 1 :]))) for at, case in enumerate(found)
+    ]
 
 
 def trainings(spans: Mapping[str, tuple[int, int]]) -> list[Training]:
@@ -114,6 +118,18 @@ def trainings(spans: Mapping[str, tuple[int, int]]) -> list[Training]:
         of = of or found[-1]
         of.losses += names
         of.parts.append((first if found[0].parts else 0, end))
+    return found
+
+
+def _settled(spans: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """Losses without those of a step or two that go on by another name of the same line, and begin with them: at its
+    very first step a loss may be told of a part of the model that it is told of later."""
+    found = dict(spans)
+    for name, (first, last) in sorted(spans.items(), key=lambda one: one[1]):
+        after = [other for other, (begin, _) in found.items() if _line(other) == _line(name) and 0 < begin - last <= 2]
+        if after and last - first < 2:
+            del found[name]
+            found[after[0]] = first, found[after[0]][1]
     return found
 
 

@@ -19,7 +19,8 @@ _RESTLESS = 0.7  # how far single steps of a loss lie from their stretch, of it,
 
 @cause
 def nothing_learned(case: RunCase) -> Claim | None:
-    """A loss within 5 % of what guessing gives after a hundred steps or more, in a run in which nothing else was found.
+    """A loss within 5 % of what guessing gives after a hundred steps or more, in a run in which nothing else was found,
+    and which has never been a fifth below.
 
     Layers that are dead, steps that are too small or too large, gradients that do not arrive would have been: what is
     left are labels that do not belong to the inputs, or a task that is hard. With such labels weights shrink, and ReLUs
@@ -30,7 +31,7 @@ def nothing_learned(case: RunCase) -> Claim | None:
     assert case.loss is not None
     name, curve = case.loss
     guess = case.guess[name]
-    if abs(curve.last - guess) > 0.05 * guess or curve.first < 0.9 * guess:
+    if abs(curve.last - guess) > 0.05 * guess or min(curve.values) < 0.8 * guess:  # it has been lower
         return None
     told = f"the loss {name!r} is {curve.last:.4g} at the end and was {curve.first:.4g} at the beginning; guessing " \
            f"gives {guess:.4g}; no rule found anything in activations, gradients and updates"  # fmt: skip
@@ -273,11 +274,22 @@ def _may_be_unlearned(case: RunCase) -> bool:
     """Whether a run is long enough, nothing was found in it, and what guessing gives is known of its first loss.
 
     Where a further loss has fallen, as of a model that is trained after the first, there is something to be learned; so
-    is there where copies of one model, each trained for a few steps, begin lower and lower.
+    is there where copies of one model, each trained for a few steps, begin lower and lower, and where what evaluations
+    come to is below what guessing gives, however little.
     """
     if case.loss is None or case.steps < 100 or any(one.rule not in _HARMLESS for one in case.findings):
         return False
     others = [(name, curve) for name, curve in case.losses.items() if name != case.loss[0] and curve.values]
     has_other = any(curve.last < 0.9 * min(curve.start, case.guess.get(name, math.inf)) for name, curve in others)
-    has_other |= any(curve.last < 0.9 * case.loss[1].start for curve in case.successors)
+    has_other |= any(curve.last < 0.9 * case.loss[1].start for curve in case.successors) or case.single.is_followed
+    has_other |= _generalises(case, case.guess.get(case.loss[0], 0.0))
     return case.guess.get(case.loss[0], 0.0) > 0 and not has_other
+
+
+def _generalises(case: RunCase, guess: float) -> bool:
+    """Whether the last two of the evaluations lie a fiftieth below what guessing gives, and below the first."""
+    if len(case.evaluated.losses) != 1 or not guess > 0:
+        return False
+    (pairs,) = case.evaluated.losses.values()
+    values = [value for _, value in pairs]
+    return len(values) > 2 and max(values[-2:]) < min(0.98 * guess, values[0])
