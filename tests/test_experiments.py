@@ -132,6 +132,7 @@ def test_decay_norms_and_clearing():
     assert math.hypot(model.weight.grad.norm(), model.bias.grad.norm()) == pytest.approx(1, rel=1e-4)
     clear = changes.ClearGradients()
     model, _, _ = stepped(clear, steps=3)
+    clear.around(model, ((), {}), ExitStack())  # when the next call begins
     assert model.weight.grad is None
     assert clear.acted == 3
 

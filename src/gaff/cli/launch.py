@@ -118,9 +118,9 @@ def make_folder(out: str | None, command: list[str], *, force: bool = False) -> 
             "--force to remove that run"
         )
     try:
-        for file in (*there, *folder.glob(TRIED)):
+        for file in (*there, *(folder.glob(TRIED) if there else ())):
             file.unlink()
-        if force:
+        if there:
             shutil.rmtree(folder / FOLDER, ignore_errors=True)  # experiments of a run that is removed
         folder.mkdir(parents=True, exist_ok=True)
         head = {"version": VERSION, "gaff": __version__, "command": command, "began": time.time()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +100,11 @@ class ShardMaker:
             return known[id(tensor)]
 
         args, kwargs = map_tensors((given.args, given.kwargs), move)
-        return given._replace(args=args, kwargs=kwargs)
+        batch = given.batch
+        if self._job.options.loss is not None:  # which may write into it, too
+            with suppress(TypeError):  # of another class, which cannot be made anew
+                batch = map_tensors(batch, Tensor.clone)
+        return given._replace(args=args, kwargs=kwargs, batch=batch)
 
 
 class _Again:
@@ -216,6 +221,8 @@ class _OpenShard:
                 sites[address] = selection.of(address, value)
                 continue
             found, place = _largest(address, value, self._options.top, selection.dims)
+            dtype = self._options.after_top
+            found = elements.cast(found, dtype) if dtype is not None and found.is_floating_point() else found
             sites[address] = selection.of(address, found)
             places[PLACE_OF + address] = selection.of(address, place)
         return sites, places

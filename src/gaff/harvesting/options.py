@@ -82,6 +82,15 @@ class HarvestOptions:
         found = getattr(torch, name, None) if name.startswith("float8") else None
         return found if isinstance(found, torch.dtype) else None
 
+    @property
+    def after_top(self) -> torch.dtype | None:
+        """The dtype in which the largest numbers are written, once they are picked; None where none is asked for, or in
+        another way."""
+        if self.top is None or self.dtype is None or self.is_rounded or self.small is not None:
+            return None
+        found = getattr(torch, str(self.dtype).removeprefix("torch."), None)
+        return found if isinstance(found, torch.dtype) else None
+
     def described(self) -> dict[str, Any]:
         """The options on which the rows depend, as JSON."""
         labels = self.labels if callable(self.labels) else {name: str(key) for name, key in self.labels.items()}

@@ -35,7 +35,7 @@ class Selection:
         if callable(rows):
             self._set(_as_mask(rows(given.batch), "rows()"))
         elif rows == "token":
-            found = column(given.batch, mask or _MASK)
+            found = _known(given, mask or _MASK)
             if found is not None:
                 self._set(_as_mask(found, f"the mask {mask or _MASK!r}"))
             elif mask is not None:
@@ -46,7 +46,7 @@ class Selection:
                     "mask= with the key that tells padding, or rows='position' for every position"
                 )
         if self._mask is None and self._dims > 1:
-            tokens = _tokens(given.batch)
+            tokens = _tokens(given)
             if isinstance(tokens, Tensor) and tokens.dim() == self._dims:
                 self._shape = tuple(tokens.shape)
 
@@ -103,7 +103,7 @@ class Selection:
         labels = {"sample": self._given.samples[places[:, 0]]}
         if self._dims > 1:
             labels["position"] = self._positions(places).to(torch.int32)
-            tokens = _tokens(self._given.batch)
+            tokens = _tokens(self._given)
             if tokens is not None and tuple(tokens.shape) == self._shape:
                 labels["token"] = tokens.cpu()[tuple(places.T)]
         for name, values in own.items():
@@ -117,7 +117,7 @@ class Selection:
         found = places[:, 1]
         for dim, size in enumerate(self._shape[2:], 2):
             found = found * size + places[:, dim]
-        mask = column(self._given.batch, _MASK) if self._rows != "position" else None
+        mask = _known(self._given, _MASK) if self._rows != "position" else None
         if not isinstance(mask, Tensor) or tuple(mask.shape) != self._shape or len(self._shape) != 2:
             return found
         return found - (mask.cpu() != 0).int().argmax(1)[places[:, 0]]
@@ -164,9 +164,17 @@ def column(batch: Any, key: Any) -> Any:
     return batch[key] if hasattr(batch, "keys") and key in batch.keys() else None  # noqa: SIM118  # tokenizers' batches
 
 
-def _tokens(batch: Any) -> Tensor | None:
+def _known(given: Numbered, key: str) -> Any:
+    """What a batch has under a key, in its inputs where it is a pair of these and labels, or what the model is given by
+    that name; None where nobody has it."""
+    first = given.batch[0] if isinstance(given.batch, (tuple, list)) and given.batch else None
+    found = (column(one, key) for one in (given.batch, first, given.kwargs))
+    return next((one for one in found if one is not None), None)
+
+
+def _tokens(given: Numbered) -> Tensor | None:
     """The ids of a batch's tokens as a tensor; None where it has none, or ragged ones."""
-    found = column(batch, _TOKENS)
+    found = _known(given, _TOKENS)
     try:
         return None if found is None else torch.as_tensor(found, device="cpu")
     except (TypeError, ValueError, RuntimeError):

@@ -53,7 +53,8 @@ def harvest(
     need_module(model)
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     place = location_of(out)
-    is_late = options.is_rounded or options.small is not None  # cast once it is known what was not finite
+    # cast once it is known what was not finite, and which numbers are the largest
+    is_late = options.is_rounded or options.small is not None or options.top is not None
     given: dict[str, Any] = {"dtype": None if is_late else options.dtype, "reduce": options.reduce}
     plan = Plan.of(*patterns, **{name: one for name, one in given.items() if one is not None})
     if not plan.requests:
@@ -148,12 +149,13 @@ def _end(there: Mapping[int, Shard], out: Location, size: int, count: int) -> No
 
 
 def _arguments(model: nn.Module, options: HarvestOptions, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the model is called with. A column that is there for its label only does not go to a model without it."""
+    """What the model is called with. A column that is there for its label, or as the mask, does not go to a model
+    without it."""
     args, kwargs = arguments(batch, options.inputs)
     if kwargs and options.inputs is None and not callable(options.labels):
         known = inspect.signature(unwrap(model).forward).parameters
         if not any(one.kind is one.VAR_KEYWORD for one in known.values()):
-            columns = set(options.labels.values()) - known.keys()
+            columns = {*options.labels.values(), options.mask} - known.keys()
             kwargs = {name: one for name, one in kwargs.items() if name not in columns}
     return args, kwargs
 

@@ -21,6 +21,12 @@ _TOKENS, _MASK = "input_ids", "attention_mask"
 _KNOWN = (_TOKENS, _MASK, "token_type_ids", "position_ids")
 _IGNORED = -100  # as a class: torch's losses pass over targets that are this number
 _LABELS = re.compile(r"(.*_)?(labels?|label_ids|targets?|start_positions|end_positions|y)(_.*)?")  # of columns
+_OF_LABELS = re.compile(r".*_(masks?|weights?|lengths?|lens?)")  # what is known of labels, and is none
+
+
+def _is_label(name: str) -> bool:
+    """Whether a column is called as classes are that a loss is given."""
+    return _LABELS.fullmatch(name) is not None and _OF_LABELS.fullmatch(name) is None
 
 
 def is_table(data: Any) -> bool:
@@ -102,7 +108,7 @@ def known_inputs(model: nn.Module, loader: DataLoader[Any]) -> Callable[[dict[st
     columns = list(table[0]) if len(table) else []
     parameters = _inputs(model)
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    names = dict.fromkeys((*_KNOWN, *(name for name in columns if name in parameters and not _LABELS.fullmatch(name))))
+    names = dict.fromkeys((*_KNOWN, *(name for name in columns if name in parameters and not _is_label(name))))
     return partial(tokens_of, {one: one in columns for one in names if takes_all or one in parameters})
 
 
@@ -167,7 +173,7 @@ def _padded(types: Mapping[str, torch.dtype], token: int, samples: list[dict[str
         known = _alike([one for one in tensors if one is not None])
         if not known or len(known) != len(tensors) or len({one.shape[1:] for one in known}) > 1:
             continue
-        is_class = _LABELS.fullmatch(name) and known[0].dtype == torch.int64
+        is_class = _is_label(name) and known[0].dtype == torch.int64
         filler = token if name == _TOKENS else _IGNORED if is_class else 0
         made = pad_sequence(known, True, filler) if isinstance(values[0], list) else known[0]
         found[name] = made.to(types[name]) if name in types and made.is_floating_point() else made

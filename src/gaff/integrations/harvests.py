@@ -112,7 +112,9 @@ def to_zarr(store: Store, folder: str | os.PathLike[str], *, sites: Collection[s
 
 
 def _columns(store: Store, sites: Collection[str]) -> dict[str, Column]:
-    """Sites, then labels; a label whose name is taken gets a word in front of it."""
+    """Sites, then labels; a label whose name is taken gets a word in front of it. Raises PlanError for a text."""
+    if isinstance(sites, str):
+        raise PlanError(f"sites={sites!r} is a text: expected a list of sites, such as [{sites!r}]")
     found = {name: store[name] for name in (sites or store)}
     for name, column in store.labels.items():
         free = name

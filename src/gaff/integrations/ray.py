@@ -48,6 +48,8 @@ class Extract:
             model.to("cuda")
         self._take = take(model, tuple(sites), {})
         self._device = libraries.device_of(model)
+        if dtype is not None and not dtype.is_floating_point:
+            raise PlanError(f"dtype={dtype} is no floating type: expected one, such as torch.float16")
         self._inputs, self._dtype = inputs, dtype
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:

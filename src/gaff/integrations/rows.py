@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gaff.address.grammar import nearest
-from gaff.errors import RecordError
+from gaff.errors import PlanError, RecordError
 from gaff.record.absent import is_absent
 from gaff.record.log import MATRIX, SERIES, LogReader
 from gaff.record.matrix import Table, number_of, unpack, unpack_series
@@ -208,6 +208,8 @@ def site_filter(patterns: Collection[str]) -> Callable[[str], bool]:
 
     ``fc*`` means outputs, ``**:grad`` gradients of parameters, ``layer4**`` all in and of layer4.
     """
+    if isinstance(patterns, str):
+        raise PlanError(f"sites={patterns!r} is a text: expected a list of patterns, such as [{patterns!r}]")
     signs = {"**": ".*", "*": "[^.:]*"}
     texts = ["".join(signs.get(one) or re.escape(one) for one in re.split(r"(\*\*|\*)", text)) for text in patterns]
     expression = re.compile("|".join(texts), re.DOTALL)

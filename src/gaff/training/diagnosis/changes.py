@@ -10,11 +10,14 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
+from numbers import Integral
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+from gaff.training.watch.idle_optimizers import objects_of
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -44,6 +47,9 @@ class Change:
         """What an outermost call is to be given that trains; ``stack`` is left when it has returned."""
         return given
 
+    def returned(self, output: Any) -> None:
+        """Such a call has returned."""
+
 
 class GroupOption(Change):
     """An option of every parameter group is another while its optimizer steps, and what it was after that.
@@ -65,7 +71,7 @@ class GroupOption(Change):
         number = self._steps.get(optimizer, 0)
         self._steps[optimizer] = number + 1
         for group in optimizer.param_groups:
-            if self._option in group:
+            if group.get(self._option) is not None:
                 value = group[self._option]
                 group[self._option] = new = self._new(value, number)
                 self._kept.append((group, value))
@@ -100,10 +106,21 @@ class LimitNorm(Change):
 class ClearGradients(Change):
     """Gradients are cleared after every step."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._due: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set them to None, as ``zero_grad`` does."""
-        optimizer.zero_grad(set_to_none=True)
+        """Note that they are to be cleared: a script may look at them first."""
+        self._due[optimizer] = None
         self.acted += 1
+
+    def around(self, module: nn.Module, given: Given, stack: ExitStack) -> Given:
+        """Set them to None, as ``zero_grad`` does, before the next call that trains."""
+        for optimizer in list(self._due):
+            optimizer.zero_grad(set_to_none=True)
+        self._due.clear()
+        return given
 
 
 class Unfreeze(Change):
@@ -128,12 +145,13 @@ class Unfreeze(Change):
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Put what is missing into the first group: schedules keep a list with one entry for each group.
 
-        At the second step of an optimizer: by then all others that own a part of the model have made one.
+        At the second step of an optimizer; of all that there are, also such as step less often. LBFGS keeps what it
+        knows of its parameters as one vector, and takes no more of them.
         """
         self._optimizers[optimizer] = steps = self._optimizers.get(optimizer, 0) + 1
-        if steps < 2:
+        if steps != 2 or isinstance(optimizer, torch.optim.LBFGS):
             return
-        groups = (group for one in self._optimizers for group in one.param_groups)
+        groups = (group for one in objects_of(torch.optim.Optimizer) for group in one.param_groups)
         owned = {id(one) for group in groups for one in group["params"]}
         for module in self._models:
             inside = list(module.parameters())
@@ -194,12 +212,19 @@ class Seed(Change):
         for owner, name in places:
             setattr(owner, name, self._shifted(getattr(owner, name)))
 
+    def _other(self, seed: Any) -> Any:
+        """Another seed: this one and more, or less where there is none so large; what is no number stays."""
+        if not isinstance(seed, Integral) or isinstance(seed, bool):
+            return seed
+        known = int(seed)
+        is_largest = any(limit - self._add <= known < limit for limit in (2**32, 2**64))
+        return known - self._add if is_largest else known + self._add
+
     def _shifted(self, seed_by: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(seed_by)
         def seeded(*args: Any, **kwargs: Any) -> Any:
-            given = [one + self._add if type(one) is int else one for one in args]
-            named = {name: one + self._add if type(one) is int else one for name, one in kwargs.items()}
-            return seed_by(*given, **named)
+            named = {name: self._other(one) for name, one in kwargs.items()}
+            return seed_by(*map(self._other, args), **named)
 
         return seeded
 

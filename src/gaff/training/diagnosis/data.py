@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,14 @@ from torch.utils.data import DataLoader
 from gaff.address.grammar import Key
 from gaff.address.nested import Arguments, iter_tensors, map_tensors, put
 from gaff.address.resolve import unwrap
+from gaff.compat.elements import is_plain
+from gaff.compat.memory import memory_of
 from gaff.engine.process.functions import loss_calls
 from gaff.training.diagnosis.changes import Change, Given
 
 # Names of arguments that are the truth, or say which part of the input counts; all others are input.
 _TRUTH = re.compile(r"(^|_)(labels?|targets?|y|ground_truth|gt|answers?|(start|end)_positions)$")
+_MADE = 64  # tensors that were returned last
 _GOES_WITH = re.compile(r"mask|lengths?$|position_ids|token_type")
 
 
@@ -30,18 +34,20 @@ class OneBatch(Change):
     """The first batch again and again.
 
     Of every DataLoader, while grad mode is on; the loader itself goes on, so that there are as many batches as before.
-    In a script without one: what the model was given first, and the targets that torch's loss functions were given
-    first, as long as their shapes stay.
+    One that takes the place of another, as where a loader is made anew for each epoch, has the batch of that. In a
+    script without one: what each call of a model in a step was given in the first one, and the targets that torch's
+    loss functions were given there, as long as their shapes stay. A step ends with that of the first optimizer.
     """
 
     why_not = "there is no DataLoader, and no loss function of torch's was given targets of one shape"
 
     def __init__(self) -> None:
         super().__init__()
-        self._batches: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        self._inputs: WeakKeyDictionary[nn.Module, Given] = WeakKeyDictionary()
+        self._batches: list[tuple[ref[Any], Any, Any]] = []  # loader, what it is like, its first batch
+        self._inputs: WeakKeyDictionary[nn.Module, dict[int, Given]] = WeakKeyDictionary()  # by the number of the call
         self._targets: dict[tuple[str, int], Tensor] = {}
-        self._count: dict[str, int] = {}  # calls of each loss function in this step
+        self._count: Counter[Any] = Counter()  # calls of each loss function and model in this step
+        self._leader: ref[Any] | None = None  # the optimizer that stepped first
 
     def install(self) -> None:
         """Stand before the iterators of DataLoaders, and before torch's loss functions."""
@@ -58,33 +64,42 @@ class OneBatch(Change):
         """The batch to be used instead of ``batch``: a copy of the loader's first one; outside of training itself."""
         if not torch.is_grad_enabled():
             return batch
-        first = self._batches.get(loader)
-        if first is None:
-            self._batches[loader] = copy.deepcopy(batch)
+        like = type(loader.dataset), loader.batch_size, _shapes(((batch,), {}))
+        known = [one for one in self._batches if one[0]() is loader]
+        known = known or [one for one in self._batches if one[0]() is None and one[1] == like]
+        if not known:
+            self._batches.append((ref(loader), like, copy.deepcopy(batch)))
             return batch
+        self._batches[self._batches.index(known[0])] = ref(loader), *known[0][1:]
         self.acted += 1
-        return copy.deepcopy(first)
+        return copy.deepcopy(known[0][2])
 
     def around(self, module: nn.Module, given: Given, stack: ExitStack) -> Given:
-        """Without a DataLoader: what the model was given first."""
+        """Without a DataLoader: what the model was given in this call of the first step."""
         if self._batches or not any(_is_data(one) for _, one in iter_tensors(given)):
             return given
-        first = self._inputs.get(module)
+        number = self._count[id(module)]
+        self._count[id(module)] += 1
+        calls = self._inputs.setdefault(module, {})
+        first = calls.get(number)
         if first is None:
-            self._inputs[module] = map_tensors(given, _copied, opaque=lambda one: one)
+            calls[number] = map_tensors(given, _copied, opaque=lambda one: one)
             return given
         return map_tensors(first, _copied, opaque=lambda one: one) if _shapes(first) == _shapes(given) else given
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count loss functions anew in each step."""
-        self._count.clear()
+        """Count calls anew in each step."""
+        if self._leader is None or self._leader() is None:
+            self._leader = ref(optimizer)
+        if self._leader() is optimizer:
+            self._count.clear()
 
     def _target(self, name: str, output: Any, target: Tensor, known: dict[str, Any]) -> Tensor:
         """The target that this call of the step was given in the first one."""
         if self._batches or not torch.is_grad_enabled() or target.requires_grad:
             return target
-        number = self._count.get(name, 0)
-        self._count[name] = number + 1
+        number = self._count[name]
+        self._count[name] += 1
         first = self._targets.setdefault((name, number), target.clone())
         if first.shape != target.shape or first.dtype != target.dtype:
             return target
@@ -113,7 +128,24 @@ class _Repeated:
         return getattr(self._iterator, name)
 
 
-class Scramble(Change):
+class OfInputs(Change):
+    """A change of what models are given, and not of what one of them has made, as a frozen body for its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: deque[ref[Tensor]] = deque(maxlen=_MADE)
+
+    def returned(self, output: Any) -> None:
+        """Note what was made, weakly."""
+        self._made.extend(ref(tensor) for _, tensor in iter_tensors(output))
+
+    def inputs_of(self, module: nn.Module, given: Given) -> list[tuple[Key, str, Tensor]]:
+        """As the function of this name, without what another model has returned, or a view of that."""
+        made = {memory_of(one) for known in self._made if (one := known()) is not None and is_plain(one)}
+        return [told for told in inputs_of(module, given) if not is_plain(told[2]) or memory_of(told[2]) not in made]
+
+
+class Scramble(OfInputs):
     """Rows of the model's first input tensor, and of the masks that go with it, are permuted; labels stay.
 
     No row stays in its place. Permutations come from a generator of gaff's own, so that the script's random numbers are
@@ -128,7 +160,7 @@ class Scramble(Change):
 
     def around(self, module: nn.Module, given: Given, stack: ExitStack) -> Given:
         """Permute the first input and what goes with it, along the first dimension."""
-        found = inputs_of(module, given)
+        found = self.inputs_of(module, given)
         first = next((one for _, name, one in found if not _GOES_WITH.search(name) and one.dim()), None)
         if first is None or len(first) < 2:
             return given
@@ -144,7 +176,7 @@ class Scramble(Change):
         return value.args, value.kwargs
 
 
-class Blind(Change):
+class Blind(OfInputs):
     """Zeros in place of every input of the model; labels and masks stay."""
 
     why_not = "the model is given no tensor"
@@ -152,7 +184,7 @@ class Blind(Change):
     def around(self, module: nn.Module, given: Given, stack: ExitStack) -> Given:
         """Replace all tensors that are input."""
         value = Arguments(*given)
-        for key, name, tensor in inputs_of(module, given):
+        for key, name, tensor in self.inputs_of(module, given):
             if not _GOES_WITH.search(name):
                 value = put(value, key, torch.zeros_like(tensor))
                 self.acted += 1

@@ -70,7 +70,9 @@ class Trial:
             return call(*args, **kwargs)
         with ExitStack() as stack:
             args, kwargs = self._change.around(module, (args, kwargs), stack)
-            return call(*args, **kwargs)
+            output = call(*args, **kwargs)
+            self._change.returned(output)
+            return output
 
     def _compiled(self, function: Any) -> None:
         """Something was compiled: it runs eagerly, so that changes are seen by it, and little is spent on few steps."""
