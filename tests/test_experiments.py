@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from contextlib import ExitStack
 
 import pytest
 import torch
