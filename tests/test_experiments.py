@@ -132,10 +132,11 @@ def test_decay_norms_and_clearing():
     assert clip.acted == 1
     assert math.hypot(model.weight.grad.norm(), model.bias.grad.norm()) == pytest.approx(1, rel=1e-4)
     clear = changes.ClearGradients()
-    model, _, _ = stepped(clear, steps=3)
+    model, optimizer, _ = stepped(clear, steps=3)
+    assert model.weight.grad is not None  # a script may look at it
     clear.around(model, ((), {}), ExitStack())  # when the next call begins
     assert model.weight.grad is None
-    assert clear.acted == 3
+    assert (clear.acted, type(optimizer).__name__) == (3, "SGD")
 
 
 def call(change, module, *args, **kwargs):
