@@ -7,6 +7,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import gaff
 
@@ -170,3 +171,24 @@ def test_targets_that_are_all_zero_are_told(tmp_path, targets, is_wrong):
 
     told = trained(tmp_path, loss=loss)
     assert (told.name == "labels_constant") is is_wrong, told
+
+
+@pytest.mark.parametrize("is_by_class", [True, False])
+def test_weights_of_a_sampler_that_are_fewer_than_examples_are_named(tmp_path, is_by_class):
+    torch.manual_seed(0)
+    digits = load_digits()
+    x, y = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16, torch.tensor(digits.target)
+    each = 1.0 / torch.bincount(y)
+    sampler = WeightedRandomSampler(each if is_by_class else each[y], len(y))
+    loader, model = DataLoader(TensorDataset(x, y), 64, sampler=sampler), net()
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", tell=lambda line: None):
+        for _ in range(4):
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+    told = gaff.load(tmp_path / "run").verdict
+    assert (told.name == "sampler_weights") is is_by_class, told
+    assert told.state == ("wrong" if is_by_class else "healthy"), told
+    assert not is_by_class or "has 10 weights, and the data set 1797 examples" in told.cause

@@ -77,3 +77,21 @@ def schedule_not_finished(sample: Sample, past: Past) -> Iterator[Hit]:
     """A OneCycleLR or CosineAnnealingLR is as long as the run has had steps, to a twentieth, and has made a fifth of
     these or fewer, but one. Told at the end, where the schedule was found at step 64 or later. Certain."""
     yield from ()
+
+
+@rule(
+    "sampler_weights",
+    severity="error",
+    means="a WeightedRandomSampler has fewer weights than the data set has examples: the others are never drawn",
+    cause="a weight for each class, where it wants one for each example",
+    remedy="WeightedRandomSampler(class_weights[labels], len(labels))",
+    least=1,
+    share=0.0,
+)
+def sampler_weights(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Asked of DataLoaders that begin. Certain."""
+    one = sample.facts.get("sampler")
+    if one:
+        yield Hit(("", ""), f"the WeightedRandomSampler has {one['weights']} weights, and the data set "
+                  f"{one['examples']} examples: only the first {one['weights']} are ever drawn",
+                  weights=one["weights"], examples=one["examples"])  # fmt: skip

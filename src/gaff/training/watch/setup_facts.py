@@ -9,7 +9,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from gaff.address.resolve import join, unwrap
@@ -61,7 +68,9 @@ class SetupFacts:
         self._latest: tuple[list[str | Tensor], int | Tensor] = [], 0
         self._given: list[str | Tensor] = []  # those of this one
         self._rows = 0  # of what was given first
-        self._loader = 0, 0  # batches of the largest DataLoader so far, and how often it has begun
+        self._loader: dict[
+            str, int
+        ] = {}  # "count" of batches of the largest DataLoader so far, how often it has "begun"
         self._unmatched: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
     def look(self, *, is_on: bool) -> None:
@@ -91,10 +100,10 @@ class SetupFacts:
 
     def iterated(self, loader: Any) -> None:
         """A DataLoader begins anew; one whose length is not known does not count."""
-        batches = _length_of(loader) if torch.is_grad_enabled() else 0
-        known, begun = self._loader
+        batches, known = _length_of(loader) if torch.is_grad_enabled() else 0, self._loader.get("count", 0)
         if batches >= max(2, known):
-            self._loader = batches, begun + 1 if batches == known else 1
+            self._loader |= {"count": batches, "begun": self._loader["begun"] + 1 if batches == known else 1}
+        self._loader |= _missing_weights(loader)
 
     def loaded(self, module: nn.Module, keys: Any) -> None:
         """``load_state_dict`` has run: note a module of whose parameters it found none, but others that it has not.
@@ -133,8 +142,10 @@ class SetupFacts:
                 is_same = is_same & (type(one) is type(other) and one == other)
             facts["repeats"] = (repeats + 1) * is_same
             self._latest = before, facts["repeats"]
-        if self._loader[0]:
-            facts["batches"] = dict(zip(("count", "begun"), self._loader, strict=True))
+        if "count" in self._loader:
+            facts["batches"] = dict(self._loader)
+        if "weights" in self._loader:
+            facts["sampler"] = dict(self._loader)
         return facts
 
     def _dropped(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -198,3 +209,16 @@ def _length_of(loader: Any) -> int:
         return len(loader)
     except Exception:  # noqa: BLE001  # whatever it is, the program meets it when its loader asks
         return 0
+
+
+def _missing_weights(loader: Any) -> dict[str, int]:
+    """How many ``weights`` a WeightedRandomSampler has, and ``examples`` the data set of its DataLoader, if these are
+    more; empty where there is none such."""
+    sampler = loader.sampler
+    if type(sampler) is not WeightedRandomSampler:
+        return {}
+    try:
+        weights, examples = len(sampler.weights), len(loader.dataset)
+    except Exception:  # noqa: BLE001  # somebody else's code, which nobody else has asked
+        return {}
+    return {"weights": weights, "examples": examples} if weights < examples else {}
