@@ -85,7 +85,7 @@ class At:
             raise PlanError(f"edit of a part of {describe(part)} returned {describe(new_part)}: expected the same")
         try:
             return _put(place, tensor, new_part)
-        except NotImplementedError:
+        except NotImplementedError:  # of uint16 and the like, whose elements torch does not set
             raise PlanError(f"torch puts no part into {describe(tensor)}: expected an edit of the whole") from None
 
 
