@@ -195,10 +195,10 @@ def test_where_a_later_training_learns_the_first_has_something_to_learn_from(tmp
 def test_a_weak_signal_that_evaluations_tell_is_no_fault(tmp_path, is_weak):
     torch.manual_seed(0)
     x = torch.randn(6000, 16)
-    y = (torch.rand(6000) < torch.sigmoid(0.45 * x[:, 0] if is_weak else torch.zeros(6000))).long()
+    y = (torch.rand(6000) < torch.sigmoid(0.5 * x[:, 0] if is_weak else torch.zeros(6000))).long()
     model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.Adam(model.parameters(), 2e-3)
-    with gaff.watch(model, optimizer, out=tmp_path / "run", tell=lambda line: None):
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=5, tell=lambda line: None):
         for _ in range(4):
             for at in range(0, 4000, 64):
                 optimizer.zero_grad()
