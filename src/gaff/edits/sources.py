@@ -154,9 +154,9 @@ class Ablate:
             return torch.zeros_like(tensor)
         given = _rows(self.reference, event)
         need_rows(given, tensor)
+        rows = like(given, tensor)
         if self.how == "mean":
             return mean_of(given, tensor)
-        rows = like(given, tensor)
         draw = generator(event, self.seed, torch.device("cpu"))
         return rows[torch.randint(len(rows), (len(tensor),), generator=draw, device="cpu").to(rows.device)]
 
