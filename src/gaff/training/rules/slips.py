@@ -25,8 +25,8 @@ def set_for_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
     """An optimizer of torch's has an attribute ``lr``, ``learning_rate``, ``weight_decay`` or ``momentum``, which none
     has, with a number that none of its groups has; a parameter has ``require_grad``, or another name that is nearly
     right, with another truth than its ``requires_grad``; or a module of torch's, torchvision's, timm's or transformers'
-    has ``requires_grad``, while all of its parameters say the opposite. Looked for at the first looks, and at every
-    sixteenth. Certain."""
+    has ``requires_grad``, while all of its parameters say the opposite; these two are looked for at the first looks,
+    and at every sixteenth. Certain."""
     for one in sample.facts.get("for_nothing", ()):
         yield Hit((one["model"], one["site"]), f"{one['name']} = {one['value']} does nothing: {one['meant']}")
 

@@ -192,7 +192,7 @@ class OptimizerSteps:
                 "idle": self.idle.facts(), "is_task": self.optimizers.are_of_tasks,
                 "lost": self.lost.facts, "has_brought": self.lost.has_brought,
                 "schedules": self.schedules.facts(step, counts),
-                "for_nothing": set_for_nothing(self._models, counts) if _is_asked(self.looks) else (),
+                "for_nothing": set_for_nothing(self._models.all if _is_asked(self.looks) else (), counts),
                 "is_raised": any(group.get("maximize") for one in counts for group in one.param_groups),
                 "has_closure": any(one.has_closure for one in self.updates.values()),
                 **ownership.facts(self._models, self.updates.values(), counts, strays)}  # fmt: skip

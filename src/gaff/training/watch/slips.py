@@ -8,17 +8,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.address.resolve import iter_modules
-from gaff.training.watch.models import Model, Models
+from gaff.training.watch.models import Model
 
 _OF_GROUPS = ("lr", "learning_rate", "weight_decay", "momentum")
 _NEARLY = ("require_grad", "requires_gradient", "require_gradient", "required_grad", "requiresgrad")
 _OTHERS = ("torch.nn.", "torchvision.", "timm.", "transformers.")  # of which no module has such an attribute
 
 
-def set_for_nothing(models: Models, optimizers: Iterable[Any]) -> list[dict[str, Any]]:
+def set_for_nothing(models: Iterable[Model], optimizers: Iterable[Any]) -> list[dict[str, Any]]:
     """Attributes that nobody reads, as the rule of this name explains them; reads no tensor."""
     found = [told for optimizer in optimizers for told in _on_optimizer(optimizer)]
-    for model in models.all:
+    for model in models:
         found += _on_parameters(model)
         root = model.root()
         found += _on_modules(model, root) if root is not None else ()
