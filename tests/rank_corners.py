@@ -1,5 +1,7 @@
 """What one rank does in runs in which processes differ: importable, so that processes can be spawned with it."""
 
+import math
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import gaff
+from gaff.training.watch.slips import is_loaded_with_itself
 
 
 def full(tensor):
@@ -273,3 +276,18 @@ def another_forward(rank):
     with gaff.capture(model, "a.weight:grad") as got:
         step(model)
     return true, halved, norm(got["a.weight:grad"])
+
+
+def limited_beside_a_scaler(rank):
+    """What a step changes where one process alone holds elements of a gradient that are not finite, in a program whose
+    GradScaler is for something else; and whether a state that was never copied, of parts, is told as nothing."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer, other = torch.optim.SGD(model.parameters(), 1.0), nn.Parameter(torch.zeros(1))
+    before = model.weight.full_tensor().clone()
+    with gaff.clip_gradients(optimizer, value=1.0, when="backward", nonfinite="zero", model=model):
+        torch.amp.GradScaler("cpu").scale(other.sum())
+        (model(torch.ones(1, 4)) * torch.tensor([math.inf, 1e6, 0.5, 0.25])).sum().backward()
+        optimizer.step()
+    return (model.weight.full_tensor() - before)[:, 0].tolist(), is_loaded_with_itself(model, model.state_dict())

@@ -118,3 +118,10 @@ def test_gradients_of_a_method_that_is_another_forward_are_edited_from_the_first
     for true, halved, captured in of_ranks(rank_corners.another_forward, 2):
         assert halved == pytest.approx([true / 2, true / 2], rel=1e-5)
         assert captured == pytest.approx(true, rel=1e-5)
+
+
+def test_limits_beside_a_scaler_are_made_by_all_that_hold_parts():
+    """One that let its part pass left the others waiting for it."""
+    for changed, is_itself in of_ranks(rank_corners.limited_beside_a_scaler, 2):
+        assert changed == pytest.approx([0.0, -1.0, -0.5, -0.25], abs=1e-6)
+        assert not is_itself

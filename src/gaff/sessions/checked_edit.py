@@ -39,12 +39,8 @@ from gaff.sessions.same_run import sources_of
 # and what it has taken from other sites of the run.
 FirstPass = tuple[float, tuple[Tensor, Tensor] | None, tuple[int, ...], tuple[Any, ...]]
 
-_NOT_SPARSE = (
-    "Could not run 'aten::",
-    "memory format",
-    "parse",
-    "addmm: ",
-)  # in what torch says of kinds that it cannot
+# In what torch says of kinds that it cannot.
+_NOT_SPARSE = ("Could not run 'aten::", "memory format", "parse", "addmm: ")
 _MOST_CALLS = 4096  # of which gradients are counted: the last ones
 
 

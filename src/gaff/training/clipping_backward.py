@@ -82,10 +82,9 @@ class BackwardClipping:
     def _change(self, parameter: Tensor, gradient: Tensor, *, is_last: bool = False) -> Tensor:
         """The gradient to go on with, of one that has just come; called inside backward, and waits for the device.
 
-        ``is_last``: no scaler will look at it any more.
         It is not written to, since other nodes of the autograd graph may hold it. Where a parameter's parts lie on
-        several processes all of these come here together: the norm is that of the whole gradient, and each process
-        changes its own part.
+        several processes all of these come here together, and do the same: the norm is that of the whole gradient, and
+        each process changes its own part. ``is_last``: no scaler will look at it any more.
         """
         limits = self._limits
         if gradient.is_sparse:
@@ -99,7 +98,8 @@ class BackwardClipping:
         gradient = distributed.settled(gradient)
         local, norm = distributed.local_of(gradient), self._norm(gradient)
         if not bool(norm.isfinite()):
-            if self._is_scaled and not is_last and not bool(local.isfinite().all()):
+            is_bad = distributed.is_spread(gradient) or not bool(local.isfinite().all())  # else the norm overflows
+            if self._is_scaled and not is_last and is_bad:
                 self._passed.add(number)
                 return gradient
             if bad := self._parameters.nonfinite([gradient], [number]):

@@ -47,7 +47,7 @@ Numbers = CallRow | ParameterRow | Fingerprint  # what may be compared
 
 def _types(row: Numbers) -> list[str]:
     """The names of the types in a row that are rounded, or of its only one; an older trace tells that of the first."""
-    known = row if isinstance(row, Fingerprint) else getattr(row, "fingerprint", Fingerprint())
+    known = _mark(row)
     if known.types or isinstance(row, Fingerprint):
         return known.types.split(", ") if known.types else [_WHOLE[0]]
     return [row.dtype]
@@ -60,8 +60,12 @@ def _coarsest(rows: Sequence[Numbers]) -> float:
 
 def _whole(rows: Sequence[Numbers]) -> set[str]:
     """What stands for the whole numbers and truth values in some rows, as far as it was written."""
-    marks = [row if isinstance(row, Fingerprint) else getattr(row, "fingerprint", Fingerprint()) for row in rows]
-    return {one.whole for one in marks if one.whole}
+    return {mark.whole for mark in map(_mark, rows) if mark.whole}
+
+
+def _mark(row: Numbers) -> Fingerprint:
+    """What stands for the elements of a row; an empty one for that of a parameter, which has none."""
+    return row if isinstance(row, Fingerprint) else row.fingerprint if isinstance(row, CallRow) else Fingerprint()
 
 
 def allowance(tolerance: float | None, drift: Drift, *rows: Numbers) -> float:

@@ -153,7 +153,9 @@ class Losses:
         if is_sampled:
             self._attempt("the graphs behind losses", self._note_graph, tensor, named, name, scale)
         self._graphs.add(tensor if named is None else named)
-        value = distributed.known_here(tensor.detach() / scale if known is None else known)
+        if known is None:
+            known = tensor.detach() if self.scaled.scaler is None else tensor.detach() / scale
+        value = distributed.known_here(known)
         if value is None:  # it takes all processes to tell
             self.partial[name] = self.partial.get(name, 0) + 1
             return Noted(name, False, scale, None)

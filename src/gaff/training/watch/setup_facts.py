@@ -68,9 +68,8 @@ class SetupFacts:
         self._latest: tuple[list[str | Tensor], int | Tensor] = [], 0
         self._given: list[str | Tensor] = []  # those of this one
         self._rows = 0  # of what was given first
-        self._loader: dict[
-            str, int
-        ] = {}  # "count" of batches of the largest DataLoader so far, how often it has "begun"
+        # of DataLoaders: the "count" of batches of the largest, how often it has "begun"; of a sampler what rules ask
+        self._loader: dict[str, int] = {}
         self._unmatched: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
     def look(self, *, is_on: bool) -> None:

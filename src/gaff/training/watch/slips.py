@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.address.resolve import iter_modules
+from gaff.compat.elements import is_plain
 from gaff.training.watch.models import Model
 
 _OF_GROUPS = ("lr", "learning_rate", "weight_decay", "momentum")
@@ -67,9 +68,14 @@ def _told(model: str, site: str, name: str, value: Any, meant: str) -> dict[str,
 
 
 def is_loaded_with_itself(module: nn.Module, state: Any) -> bool:
-    """Whether a state dict holds the very memory of all parameters of a module, of which it has some."""
+    """Whether a state dict holds the very memory of all parameters of a module, of which it has some; never of such as
+    lie in no memory of their own, as those of which each process has a part."""
     known = [(one, state.get(name)) for name, one in module.named_parameters()] if hasattr(state, "get") else []
-    return bool(known) and all(
-        isinstance(other, Tensor) and other.shape == one.shape and other.data_ptr() == one.data_ptr() != 0
-        for one, other in known
-    )
+    return bool(known) and all(_is_same(one, other) for one, other in known)
+
+
+def _is_same(one: Tensor, other: Any) -> bool:
+    """Whether two plain tensors of one shape lie in the same memory."""
+    if not isinstance(other, Tensor) or not is_plain(one) or not is_plain(other):
+        return False
+    return other.shape == one.shape and other.data_ptr() == one.data_ptr() != 0
