@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gaff
+from gaff.record.finding import Finding
 from gaff.record.run_case import RunCase, SingleSteps
 from gaff.record.sample import Sample
 from gaff.record.statistics import WIDTH, Numbers
@@ -78,6 +79,13 @@ def test_what_a_training_has_found_stays_when_another_model_is_trained(asked):
     looks(kept, range(20), "bad")
     looks(kept, range(20, 60), "good")
     assert [one.is_over for one in kept.findings] == [True]  # the same model, in which it is seen no more
+
+
+def test_what_a_training_has_found_at_two_places_is_told_of_both():
+    kept = Judge([])
+    for site in ("a", "b"):
+        kept.add(Finding("nonfinite", site, "", 3, "error", f"at {site}", "", "", last=3))
+    assert sorted(one.site for one in kept.findings) == ["a", "b"]
 
 
 def test_the_worst_training_is_told():

@@ -111,21 +111,19 @@ class Judge:
         Made anew from all tracks each time. What a training has found stays as it was at its end, unless a later one
         has looked at the same model: then that tells whether it is over.
         """
-        found: dict[tuple[str, str, int], Finding] = {}
-        later: set[str] = set()  # models that were looked at in a later training
+        found: list[Finding] = []  # of later trainings first
+        later: set[str] = set()  # models that were looked at in one of them
         for training, end in reversed([*zip(self._trainings, self._ends(), strict=True)]):
+            now = []
             for one in self._of(training, end):
-                which = (one.rule, one.model, 0 if one.model else training.began)
-                known = found.get(which)
-                if known is None:
-                    found[which] = replace(one, is_over=one.is_over or one.model in later)
+                at = next((at for at, known in enumerate(found) if one.model and _is_same(known, one)), None)
+                if at is None:
+                    now.append(replace(one, is_over=one.is_over or one.model in later))
                 else:
-                    also = tuple(
-                        dict.fromkeys(site for site in (*known.also, one.site, *one.also) if site != known.site)
-                    )
-                    found[which] = replace(known, since=min(one.since, known.since), also=also)
+                    found[at] = _joined(found[at], one)
+            found += now
             later |= training.models
-        return sorted(found.values(), key=lambda one: (one.is_over, SEVERITIES.index(one.severity), one.since))
+        return sorted(found, key=lambda one: (one.is_over, SEVERITIES.index(one.severity), one.since))
 
     def _ends(self) -> list[float]:
         """The first step after each training."""
@@ -179,3 +177,14 @@ class Judge:
         is_known = any((finding.model, finding.site) in one.order for one in self._trainings)
         what = f"series({finding.site!r}, {_TOLD.get(finding.rule, 'rms')!r})" if is_known else "scalar('loss')"
         return replace(finding, look=f"gaff.load({path!r}).{what}")
+
+
+def _is_same(one: Finding, other: Finding) -> bool:
+    """Whether two trainings have found the same in one model."""
+    return (one.rule, one.model) == (other.rule, other.model)
+
+
+def _joined(later: Finding, one: Finding) -> Finding:
+    """What a later training has found, with the beginning and the places of what an earlier one has."""
+    sites = dict.fromkeys(site for site in (*later.also, one.site, *one.also) if site != later.site)
+    return replace(later, since=min(one.since, later.since), also=tuple(sites))
