@@ -387,6 +387,26 @@ def batch_norm_momentum(sample: Sample, past: Past) -> Iterator[Hit]:
                 yield Hit((model, path), told, momentum=momentum)
 
 
+@rule(
+    "statistics_unfilled",
+    severity="error",
+    means="BatchNorm of an averaged copy normalises by the 0 and 1 that it was made with: it has never seen a batch",
+    cause="the copy follows parameters() alone; running_mean and running_var are buffers, which are not among them",
+    remedy="copy the buffers, too: for a, b in zip(copy.buffers(), model.buffers()): a.copy_(b); "
+    "torch.optim.swa_utils: AveragedModel(use_buffers=True), or update_bn(loader, averaged) before it is evaluated",
+    phase="eval",
+    least=1,
+    share=0.0,
+    hides=("eval_drift",),
+)
+def statistics_unfilled(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A model is evaluated whose weights have changed, and all of whose running statistics are 0 and 1 after no batch,
+    while a model of its class has trained with some. Certain."""
+    for model, one in (sample.facts.get("unfilled") or {}).items():
+        told = f"{model} is evaluated by a mean of 0 and a variance of 1 in all of its {one['norms']} BatchNorm; "
+        yield Hit((model, ""), f"{told}those of {one['like']} have seen {one['batches']} batches", **one)
+
+
 def _value_of_all(sample: Sample, limit: float) -> float:
     """A limit below a thousandth, where it is what most elements of most gradients are, of three or more; else 0."""
     rows = [row for row in sample.port("grad").values() if row.count and row.rms > 0]

@@ -75,7 +75,7 @@ def loads_itself(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def schedule_not_finished(sample: Sample, past: Past) -> Iterator[Hit]:
     """A OneCycleLR or CosineAnnealingLR is as long as the run has had steps, to a twentieth, and has made a fifth of
-    these or fewer, but one. Told at the end, where the schedule was found at step 64 or later. Certain."""
+    these or fewer, but one. Told at the end of a run of 64 steps or more. Certain."""
     yield from ()
 
 

@@ -17,6 +17,8 @@ from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.shield import Shield
 from gaff.training.watch.step_facts import OVER_CLASSES
 
+_OFTEN = 3  # steps: what runs more often is a rollout or a teacher, which has no loss without gradients
+
 
 class EvaluationCalls:
     """Listens in one run of an evaluation for dropouts, and from its beginning to the next training run for losses.
@@ -37,6 +39,7 @@ class EvaluationCalls:
         self._sums: dict[str, tuple[Any, int]] = {}
         self._among: dict[str, int] = {}  # of losses over classes, how many there are
         self._step: int | None = None  # since which losses are listened for
+        self._latest = -_OFTEN  # step of the latest run without gradients
         self.is_wrong = False  # the latest run without gradients was of a model in training mode
         self._wrong = 0  # losses that followed such a run
 
@@ -60,8 +63,9 @@ class EvaluationCalls:
         self._dropouts.switch(is_on=not is_training or sampled.facts.get("train_mode") == [])
 
     def listen(self, step: int) -> None:
-        """An evaluation begins at this step: listen for its losses."""
-        if self._step is None and not has_asked_to_compile() and not torch.is_grad_enabled():
+        """A run without gradients begins at this step: listen for losses, where none has run for some steps."""
+        since, self._latest = step - self._latest, step
+        if since >= _OFTEN and self._step is None and not has_asked_to_compile() and not torch.is_grad_enabled():
             self._step = step
             self.stand_by()
 

@@ -20,6 +20,7 @@ from gaff.training.watch.model_calls import ModelCalls
 from gaff.training.watch.models import Model, Models
 from gaff.training.watch.optimizer_steps import OptimizerSteps
 from gaff.training.watch.passes import PassListener
+from gaff.training.watch.running_statistics import UnfilledCopies, running_statistics
 from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.setup_facts import SetupFacts
 from gaff.training.watch.shield import Shield
@@ -29,7 +30,6 @@ _LOOKED_AT = (1, 10, 100, 1000, 10_000)  # runs of one evaluation
 _EVER = 1 << 62
 _FEW = 4
 _OFTEN = 5  # steps: what runs without gradients more often than that is a rollout or a teacher, and no evaluation
-_HEARD = 3  # steps: whose losses are heard, since rollouts and teachers have none without gradients
 _MOST_RUNS = 256  # without any step
 _EACH = 8  # runs of a step of which each is looked at
 _THEN = 32  # of so many one
@@ -85,13 +85,13 @@ class Looks:
         self._shield = shield
         self._evaluated = evaluated
         self._target: SampledStep | None = None  # of what is called now
-        self._latest_eval = -_OFTEN  # step of the latest run without gradients
         self._evaluations: dict[str, _Evaluations] = {}  # by model
         self._counted: tuple[_Evaluations, bool] | None = None  # whose runs are only counted, if in training mode
         self.modes = TrainingModes()
         self._graphs = EvaluationGraphs()
         self._passes = PassListener(partial(self._pass_begins, scale_of), shield)
         self._heard = EvaluationCalls(models, shield, heard)
+        self._copies = UnfilledCopies(models)
 
     @property
     def counted_only(self) -> int:
@@ -219,7 +219,7 @@ class Looks:
             self._counted[0].add(self._calls.passing.passed, is_in_training_mode=self._counted[1])
         self._calls.passing.passed = 0
         self.modes.acting.asked(model.name, *given)
-        self._listen(step)
+        self._heard.listen(step)
         since, known.latest = step - known.latest, step
         is_wrong = module.training and not torch.is_grad_enabled() and not step_facts.renews_statistics(module)
         known.add(1, is_in_training_mode=is_wrong)
@@ -233,7 +233,8 @@ class Looks:
             # a rollout or teacher in each step is no evaluation; a dropout that is a function is heard
             if known.in_training_mode >= 10 or (is_wrong and min(since, step) >= _OFTEN):
                 sampled.facts["train_mode"] = [model.name] if step_facts.has_modes(module) else []
-            sampled.facts["running"] = {model.name: step_facts.running_statistics(module)}
+            sampled.facts["running"] = {model.name: running_statistics(module)}
+            sampled.facts["unfilled"] = self._shield.attempt("copies", self._copies.facts, model.name, module)
             sampled.root_given(model.name, self._models.path_of(module), *given)
             self._calls.switch(is_on=True)
             self._heard.run_begins(sampled, is_training=module.training)
@@ -241,12 +242,6 @@ class Looks:
             self._counted = known, is_wrong
             self._calls.count_only(next((one for one in _LOOKED_AT if one > known.runs), _EVER) - known.runs - 1,
                                    trains=False)  # fmt: skip
-
-    def _listen(self, step: int) -> None:
-        """Hear the losses of an evaluation that a run may begin, where none has run for some steps."""
-        since, self._latest_eval = step - self._latest_eval, step
-        if since >= _HEARD:
-            self._heard.listen(step)
 
     def follow(self, model: Model) -> None:
         """A run of ``model`` begins: hooks inside its compiled code are on exactly where somebody looks."""
@@ -272,7 +267,7 @@ class Looks:
 
     def pass_over(self, step: int) -> None:
         """Leave out a run that evaluates and was noticed too late: the hooks at its beginning are past."""
-        self._listen(step)
+        self._heard.listen(step)
         self._target = None
 
     def go_on(self) -> None:

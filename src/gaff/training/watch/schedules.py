@@ -41,8 +41,8 @@ class Schedules:
 
     def unfinished(self, steps: int, optimizers: Iterable[Any]) -> tuple[str, int, int] | None:
         """Class, steps made and length of a schedule of ``optimizers`` that is as long as the run has had steps, to a
-        twentieth, and has made a fifth of these or fewer; None where there is none, or none was found so far."""
-        for one in self._alone(0, optimizers):
+        twentieth, and has made a fifth of these or fewer; None where there is none. Searches if nobody has so far."""
+        for one in self._alone(0 if self._known else steps, optimizers):
             length = one.T_max if type(one) is CosineAnnealingLR else one.total_steps if type(one) is OneCycleLR else 0
             if 0 < one.last_epoch <= length / 5 and abs(steps - length) <= length / 20:
                 return type(one).__name__, one.last_epoch, int(length)

@@ -312,20 +312,6 @@ def batch_norms(module: nn.Module) -> list[tuple[str, int]]:
     return [(path, one.num_features) for path, one, _ in iter_modules(module) if one.training and isinstance(one, kind)]
 
 
-def running_statistics(module: nn.Module) -> tuple[tuple[str, float, Tensor, Tensor], ...]:
-    """Of what normalises by running statistics inside, in evaluation mode: path, momentum, batches and least variance.
-
-    Those that average over all batches (``momentum=None``), and that are frozen with a momentum of 0, are left out.
-    """
-    kind = nn.modules.batchnorm._BatchNorm
-    known = ((path, one) for path, one, _ in iter_modules(module) if isinstance(one, kind) and not one.training)
-    return tuple(
-        (path, float(one.momentum), one.num_batches_tracked.clone(), one.running_var.min())
-        for path, one in known
-        if one.momentum and one.running_var is not None and one.num_batches_tracked is not None
-    )
-
-
 def inventory(model: nn.Module) -> dict[str, Any]:
     """What a model is made of, for the record.
 
