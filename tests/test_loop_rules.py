@@ -579,6 +579,43 @@ def test_steps_with_gradients_that_a_scaler_has_multiplied_are_told(tmp_path):
 def test_steps_of_a_scaler_are_in_order(tmp_path, step):
     found, _ = told(tmp_path, steps_with(scaled_loss, step=step))
     assert "stepped_while_scaled" not in found
+    assert "divided_for_nothing" not in found
+
+
+def scaled_aside(model, x, y, scaler):
+    loss = cross_entropy(model, x, y)
+    scaler.scale(loss)
+    return loss
+
+
+def scaled_in_part(model, x, y, scaler):
+    """Two passes, of which the second begins at what nobody has multiplied."""
+    scaler.scale(cross_entropy(model, x, y)).backward()
+    return 1e-3 * sum(one.square().sum() for one in model.parameters())
+
+
+@pytest.mark.parametrize("loss_of", [scaled_aside, scaled_in_part])
+@pytest.mark.parametrize("step", [by_the_scaler, unscaled_first])
+def test_gradients_that_a_scaler_divides_and_has_not_multiplied_are_told(tmp_path, loss_of, step):
+    found, record = told(tmp_path, steps_with(loss_of, step=step))
+    assert found["divided_for_nothing"].evidence["factor"] == 64
+    assert "are 64 times too small" in found["divided_for_nothing"].message
+    assert record.verdict.name == "divided_for_nothing"
+
+
+@pytest.mark.parametrize("loss_of", [scaled_aside, scaled_loss])
+def test_a_fused_step_divides_by_itself(tmp_path, loss_of):
+    found, _ = told(tmp_path, steps_with(loss_of, step=by_the_scaler, fused=True))
+    assert ("divided_for_nothing" in found) == (loss_of is scaled_aside)
+
+
+def test_gradients_that_are_divided_by_halves_of_scaled_losses_are_in_order(tmp_path):
+    def halves(model, x, y, scaler):
+        scaler.scale(cross_entropy(model, x, y) / 2).backward()
+        return sum([scaler.scale(cross_entropy(model, x, y) / 4)] * 2)
+
+    found, _ = told(tmp_path, steps_with(halves, step=by_the_scaler))
+    assert "divided_for_nothing" not in found
 
 
 def test_a_second_step_with_the_same_gradients_is_told(tmp_path):

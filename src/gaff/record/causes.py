@@ -134,7 +134,7 @@ READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_
          "kl_of_probabilities", "made_in_forward", "nothing_loaded", "loss_gives_nothing", "examples_alike",
          "mask_inverted", "step_not_finite", "targets_no_signs", "set_for_nothing", "betas_swapped",
          "loads_itself", "schedule_not_finished", "sampler_weights", "kl_of_log_targets",
-         "statistics_unfilled")  # fmt: skip
+         "statistics_unfilled", "divided_for_nothing")  # fmt: skip
 
 # Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
 FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant", "one_batch")

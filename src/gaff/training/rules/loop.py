@@ -128,8 +128,28 @@ def stepped_while_scaled(sample: Sample, past: Past) -> Iterator[Hit]:
     multiplied by a factor other than 1, and has not taken off. Certain."""
     found = sample.facts.get("scaled")
     if found and found["factor"] != 1:
-        yield Hit(("", ""), f"{found['optimizer']} makes steps with gradients that are {found['factor']:.4g} times too "
+        yield Hit(("", ""), f"{found['optimizer']} makes steps with gradients that are {found['factor']:.6g} times too "
                   "large, by a GradScaler", **found)  # fmt: skip
+
+
+@rule(
+    "divided_for_nothing",
+    severity="error",
+    means="a GradScaler divides gradients whose loss it has never multiplied: they are far too small",
+    cause="loss.backward() where scaler.scale(loss).backward() is meant, of this loss or of one of several",
+    remedy="scaler.scale(loss).backward() for every loss whose gradients scaler.step takes",
+    least=1,
+    share=0.0,
+    hides=("update_small", "vanishing", "no_signal"),
+)
+def divided_for_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A GradScaler that has multiplied some loss of the run, by another factor than 1, divides what an optimizer is
+    about to use, and the last backward pass that has left gradients there began at a loss that none has multiplied.
+    Certain."""
+    found = sample.facts.get("divided")
+    if found and found["factor"] != 1:
+        told = f"the gradients of {found['loss']!r} are {found['factor']:.6g} times too small: a GradScaler "
+        yield Hit(("", ""), f"{told}divides those of {found['optimizer']}, and has not multiplied this loss", **found)
 
 
 @rule(

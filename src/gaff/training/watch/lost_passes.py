@@ -42,12 +42,14 @@ class _Left(NamedTuple):
     """What a backward pass of the loss ``name`` has left at some parameters of an optimizer.
 
     ``weights``: the norms of its parameters then, which tell whether somebody has changed them since. ``factor``: by
-    what a GradScaler had multiplied the loss, if it had. ``batch``: what the latest run before it was given.
-    ``is_alone``: the pass has brought gradients to no other optimizer, so that they were meant for this one.
+    what a GradScaler had multiplied the loss, if it had; ``is_plain``: none had, for certain. ``batch``: what the
+    latest run before it was given. ``is_alone``: the pass has brought gradients to no other optimizer, so that they
+    were meant for this one.
     """
 
     name: str
     factor: Any
+    is_plain: bool
     batch: Batch | None
     pulled: list[_Pulled]
     weights: list[Tensor]
@@ -114,6 +116,11 @@ class LostPasses:
         now = _copy_of(parameter.grad)
         return left.factor if now is not None and torch.equal(now, first.copy) else None
 
+    def plain_loss(self, optimizer: Any) -> str | None:
+        """The loss of the last pass that has left gradients for an optimizer, if no GradScaler had multiplied it."""
+        left = self._left.get(id(optimizer))
+        return left.name if left is not None and left.is_plain and left.first() is not None else None
+
     def begins(self, optimizers: Iterable[Any], losses: Any, batch: Batch | None) -> None:
         """A backward pass is about to begin from ``losses``, a tensor or several; ``batch``: of the latest run."""
         self.has_passed = True
@@ -130,10 +137,10 @@ class LostPasses:
                 self._lost[id(optimizer), left.name, left.is_alone] += 1
             self._before[id(optimizer)] = {id(one): _mark(gradient) for one, gradient in _gradients(optimizer)}
 
-    def ended(self, optimizers: Iterable[Any], name: str, factor: Any) -> None:
+    def ended(self, optimizers: Iterable[Any], name: str, factor: Any, *, is_plain: bool) -> None:
         """A backward pass from the loss ``name`` has ended; of one whose beginning was not told nothing is noted.
 
-        ``factor``: by what a GradScaler has multiplied the loss, None where it has not.
+        ``factor``: by what a GradScaler has multiplied the loss, None where it has not; ``is_plain``: see ``_Left``.
         """
         reached = []
         for optimizer in optimizers if self._before else ():
@@ -148,7 +155,7 @@ class LostPasses:
             if found:
                 reached.append((optimizer, found))
         for optimizer, found in reached:
-            left = _Left(name, factor, self._batch, found, _norms(optimizer), len(reached) == 1)
+            left = _Left(name, factor, is_plain, self._batch, found, _norms(optimizer), len(reached) == 1)
             self._left[id(optimizer)] = left
 
     def used(self, optimizer: Any) -> None:

@@ -17,6 +17,7 @@ from gaff.inspection.nonfinite.rerun import Batch
 from gaff.record.sample import Key
 from gaff.training.watch import ownership, step_facts
 from gaff.training.watch.idle_optimizers import IdleOptimizers
+from gaff.training.watch.losses import Losses
 from gaff.training.watch.lost_passes import LostPasses
 from gaff.training.watch.models import Models
 from gaff.training.watch.optimizers import Optimizers
@@ -82,12 +83,12 @@ class OptimizerSteps:
             self.clearing.look()
             self.lost.begins(self.optimizers.counts, losses, batch)
 
-    def backward_ended(self, name: str, factor: Any) -> None:
+    def backward_ended(self, name: str, factor: Any, *, is_plain: bool) -> None:
         """A backward pass from the loss ``name`` has ended; noted if it has begun in a sampled step.
 
-        ``factor``: by what a GradScaler has multiplied the loss, None where it has not.
+        ``factor``: by what a GradScaler has multiplied the loss, None where it has not; ``is_plain``: surely not.
         """
-        self.lost.ended(self.optimizers.counts, name, factor)
+        self.lost.ended(self.optimizers.counts, name, factor, is_plain=is_plain)
         if self.optimizers.counts:
             self.idle.passed(max(self.optimizers.counts.values()))
 
@@ -98,11 +99,11 @@ class OptimizerSteps:
         """
         return lambda *told: note(*told, is_stale=self.lost.is_stale(self.optimizers.counts))
 
-    def begins(self, optimizer: Any, sampled: SampledStep | None, *, has_closure: bool, is_scaled: bool) -> None:
+    def begins(self, optimizer: Any, sampled: SampledStep | None, losses: Losses, *, has_closure: bool) -> None:
         """An optimizer is about to step; in a sampled step its gradients and weights are counted now.
 
-        ``is_scaled``: a GradScaler has not taken its factor off them. With a closure the gradients are still to come,
-        and are counted at the end. What the optimizer keeps (its moments) is read at every fourth look only.
+        ``losses``: those of the step so far. With a closure the gradients are still to come, and are counted at the
+        end. What the optimizer keeps (its moments) is read at every fourth look only.
         """
         name = type(optimizer).__name__
         self._written.begins(optimizer, self.optimizers.counts.get(optimizer, 0))
@@ -115,8 +116,8 @@ class OptimizerSteps:
         is_repeated = not has_closure and self.lost.repeats(optimizer)
         if is_repeated:
             sampled.facts["repeated"] = name
-        elif is_scaled and not has_closure and (factor := self.lost.factor_left(optimizer)) is not None:
-            sampled.facts["scaled"] = {"optimizer": name, "factor": factor}
+        elif not has_closure:
+            self._note_scaling(optimizer, sampled, losses)
         # what no backward pass has added to was written anew
         update.was_cleared = is_repeated or not self.lost.has_passed or self.clearing.was_cleared(optimizer)
         self.lost.used(optimizer)
@@ -133,6 +134,14 @@ class OptimizerSteps:
                 self.optimizers.begin_elsewhere()
         if any(base.__name__ == "LBFGS" for base in type(optimizer).__mro__):
             sampled.facts["searches"] = True
+
+    def _note_scaling(self, optimizer: Any, sampled: SampledStep, losses: Losses) -> None:
+        """Note where a GradScaler's factor is still on what ``optimizer`` uses, or off what never had it."""
+        name, divided = type(optimizer).__name__, losses.scaled.divides(optimizer)
+        if losses.factor_on(optimizer) is not None and (factor := self.lost.factor_left(optimizer)) is not None:
+            sampled.facts["scaled"] = {"optimizer": name, "factor": factor}
+        if divided != 1 and (loss := self.lost.plain_loss(optimizer)) is not None:
+            sampled.facts["divided"] = {"optimizer": name, "loss": loss, "factor": divided}
 
     def ends(self, optimizer: Any, sampled: SampledStep | None) -> bool:
         """Count a step that an optimizer has made; whether that ends the step of the run. Others may still follow.

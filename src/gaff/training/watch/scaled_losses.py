@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 from torch import Tensor
 
@@ -17,10 +17,13 @@ class ScaledLosses:
     """Remembers what GradScalers have multiplied and returned. Used on the thread that trains.
 
     ``scaler``: that of the last loss of the step in progress, for who asks; None where it was not multiplied.
+    ``is_told``: the latest backward pass has begun from such a loss, of which this is known.
     """
 
     def __init__(self) -> None:
         self.scaler: Any = None
+        self.is_told = False
+        self._scalers: WeakSet[Any] = WeakSet()  # that were seen to multiply
         self._known: list[tuple[ref[Tensor], ref[Tensor], Tensor, Any]] = []  # scaled, loss, its value, scaler
         self._mark = object()  # by which the nodes are marked of what a GradScaler has returned
         self._has_marked = False
@@ -31,6 +34,7 @@ class ScaledLosses:
         Both are held weakly, of the last few losses only; the loss's value is kept by reference to its memory.
         """
         self._known = [one for one in self._known if one[0]() is not None][-_SCALED:]
+        self._scalers.add(scaler)
         self._known.append((ref(scaled), ref(loss), loss.detach(), scaler))
         if (node := autograd.maker_of(scaled)) is not None:
             self._has_marked = True
@@ -41,6 +45,17 @@ class ScaledLosses:
         first = next(iter(outputs), None) if isinstance(outputs, (list, tuple)) else outputs
         scaler, *_ = self.by(first)
         return 1.0 if scaler is None else scale_of(scaler)
+
+    def divides(self, optimizer: Any) -> Any:
+        """By what a GradScaler has divided the gradients of ``optimizer``, which is about to step; 1 where none has.
+
+        A fused one divides by itself, and was given the factor.
+        """
+        for scaler in self._scalers:
+            state = scaler._per_optimizer_states.get(id(optimizer), {})
+            if state.get("found_inf_per_device") or getattr(optimizer, "grad_scale", None) is not None:
+                return scale_of(scaler)
+        return 1.0
 
     def by(self, tensor: Any) -> tuple[Any, Tensor | None, Tensor | None]:
         """The GradScaler that has multiplied a tensor, None where none has, the loss that it multiplied, and its value.

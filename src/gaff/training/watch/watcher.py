@@ -207,6 +207,7 @@ class Watcher:
         self._alone.backward_begins()
         sampled = self._looks.backward_begins()
         self._steps.backward_begins(self._losses.count, losses, self._batches.latest, is_sampled=sampled is not None)
+        self._losses.scaled.is_told = bool(owned)
         for at, loss, whose in owned:
             noted = self._losses.note(loss, at, whose=whose or "", is_sampled=sampled is not None)
             if noted.spike is not None and not self._batches.is_rest():
@@ -224,11 +225,10 @@ class Watcher:
         if self._steps.has_stepped(optimizer):
             self._complete()
         self._enter(LoopEvent.CLOSURE_BEGINS if has_closure else LoopEvent.STEP_BEGINS)
-        sampled, is_scaled = self._looks.sampled, self._losses.factor_on(optimizer) is not None
-        self._steps.begins(optimizer, sampled, has_closure=has_closure, is_scaled=is_scaled)
-        bad = None if sampled is None or has_closure else sampled.nonfinite_gradient()
-        if bad is not None:
-            self._origin.find(f"the gradient {bad[1]}", self.step, self._looks.sampled, steep=self._losses.steep)
+        sampled = self._looks.sampled
+        self._steps.begins(optimizer, sampled, self._losses, has_closure=has_closure)
+        if sampled is not None and not has_closure and (bad := sampled.nonfinite_gradient()) is not None:
+            self._origin.find(f"the gradient {bad[1]}", self.step, sampled, steep=self._losses.steep)
 
     def _step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped; the leading one ends the step of the run, at once where there is no other."""
@@ -341,7 +341,8 @@ def _told(watcher: Watcher, steps: OptimizerSteps, setup: SetupFacts) -> Told:
     on, beside = shield.around, partial(partial, shield.run_beside)
 
     def ended() -> None:
-        steps.backward_ended(losses.latest, losses.factor_on())
+        is_plain = losses.scaled.is_told and losses.scaled.scaler is None
+        steps.backward_ended(losses.latest, losses.factor_on(), is_plain=is_plain)
 
     return Told(
         backward_begins=on(watcher._backward_begins),
