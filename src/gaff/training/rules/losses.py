@@ -251,6 +251,29 @@ def kl_of_log_targets(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
+    "term_drowned",
+    severity="warning",
+    means="the classes are not learned: of a sum of losses the cross entropy is a small part, and stays at guessing",
+    cause="another term is far larger: a penalty with too large a weight, or an error in raw units",
+    remedy="bring the terms to one size: weigh the other one down, or scale its targets to about one",
+    least=6,
+    share=0.8,
+)
+def term_drowned(sample: Sample, past: Past) -> Iterator[Hit]:
+    """From step 50 on the mean cross entropy in a sum of losses is at 95 % of the logarithm of the number of classes or
+    above; the whole began at ten times that, or is there now."""
+    part = sample.facts.get("part")
+    if not part or sample.age < 50:
+        return
+    guess, value, total = math.log(part["among"]), part["value"], sample.losses.get(part["loss"], 0.0)
+    first = past.losses.get(part["loss"], [total])[0]
+    if 0 < 0.95 * guess <= value and max(first, total) > 10 * guess:
+        told = f"the cross entropy in {part['loss']!r} is {value:.4g} among {part['among']} classes, as in guessing"
+        yield Hit(("", ""), f"{told}; the whole loss was {first:.4g} at first and is {total:.4g}", part=value,
+                  among=part["among"], first=first, total=total)  # fmt: skip
+
+
+@rule(
     "double_softmax",
     severity="error",
     means="the loss applies a softmax or sigmoid to what has been through one already: gradients are squashed",

@@ -19,6 +19,7 @@ from gaff.training.watch.loss_terms import (
     is_of_differences,
     is_view,
     name_of,
+    part_over_classes,
     taken_from,
     terms_of,
     without_smoothing,
@@ -75,6 +76,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     - ``outside``: that a binary cross entropy is given targets outside of 0 to 1
     - ``factor``: by what it was multiplied at last, as where gradients are accumulated; ``weight``: without divisions,
       and of no sum of several losses, whose mean they make; ``scale``: by divisions alone, None of such a sum
+    - ``part``: the value of the cross entropy that it is the sum of with other terms, and among how many classes
     - ``summed``: that it is a sum of negative log-likelihoods, divided by a number: how many times their mean it is
     """
     found: dict[str, Any] = {}
@@ -110,7 +112,10 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
         found["spread"] = {"loss": name, **spread}
     found |= both_ways(chain, names, name)
     if chain and factor > 0:
-        found = _facts_of_terms(terms_of(chain[0]), taken_from(chain[0]), name) | found
+        terms = terms_of(chain[0])
+        found = _facts_of_terms(terms, taken_from(chain[0]), name) | found
+        if len(terms) > 1 and (part := part_over_classes(terms)):
+            found["part"] = {"loss": name, **part}
     return found
 
 

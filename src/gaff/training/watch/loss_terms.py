@@ -6,6 +6,9 @@ import math
 from collections import deque
 from typing import Any
 
+import torch
+from torch.nn.functional import nll_loss
+
 from gaff.compat.autograd import kept_by
 
 _DEPTH = 10
@@ -74,6 +77,25 @@ def terms_of(node: Any) -> list[list[Any]]:
         if not inner:
             found.append(chain_of(node))
     return [] if is_one else found
+
+
+def part_over_classes(terms: list[list[Any]]) -> dict[str, Any]:
+    """Of the one summand of a loss that is a mean cross entropy: its value, and among how many classes it is.
+
+    Worked out once more from what torch keeps of it for the backward pass. Empty where there is none, or several.
+    """
+    told = [[one for one in term if not is_view(name_of(one))][:2] for term in map(without_smoothing, terms)]
+    kinds = [(name_of(term[0]).replace("2D", ""), *map(name_of, term[1:])) for term in told if term]
+    if kinds.count(("NllLossBackward", "LogSoftmaxBackward")) != 1:
+        return {}
+    node = told[kinds.index(("NllLossBackward", "LogSoftmaxBackward"))][0]
+    scores, target, weight = (kept_by(node, name) for name in ("self", "target", "weight"))
+    if scores is None or target is None or scores.dim() < 2 or getattr(node, "_saved_reduction", 0) != 1:
+        return {}
+    ignored = int(node._saved_ignore_index)  # which torch tells without its sign
+    with torch.no_grad():
+        value = nll_loss(scores, target, weight, ignore_index=ignored - (ignored >= 1 << 63) * (1 << 64))
+    return {"value": value, "among": int(scores.shape[1])}
 
 
 def taken_from(node: Any) -> list[list[Any]]:
