@@ -593,3 +593,67 @@ def test_a_whole_power_of_negative_numbers_is_defined():
     report = gaff.find_nonfinite(lambda: torch.where(weight < 0, weight**-1, 0 * weight).sum().backward())
     assert "is defined from" not in report.cause
     assert "the gradient that came is 0 there" in report.cause
+
+
+class Half(nn.Module):
+    """What ``op`` makes of half-precision numbers, those of the first column far from zero, through a layer norm."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.first, self.out, self.op = nn.Linear(4, 4), nn.Linear(4, 2), op
+
+    def forward(self, x):
+        hidden = (0 * self.first(x) + torch.tensor([-40000.0, 1.0, 2.0, 3.0]) * (1 + x[:, :1] / 10)).half()
+        return self.out(F.layer_norm(self.op(hidden).float(), (4,)))
+
+
+@pytest.mark.parametrize(
+    ("op", "site"), [(lambda h: h + h, "/add#2"), (lambda h: h * 2.0, "/mul#2"), (lambda h: h - -h, "/sub#0")]
+)
+def test_an_overflow_to_minus_infinity_is_no_mask(op, site):
+    model, x = Half(op), torch.rand(3, 4)
+    report = gaff.find_nonfinite(lambda: model(x).square().mean().backward(), model=model)
+    assert report.site == site
+    assert report.cause.startswith("overflow")
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.7])
+def test_sums_of_masks_of_low_numbers_are_meant(factor):
+    low = factor * torch.finfo(torch.float16).min
+    masks = torch.full((2, 4, 4), low).half().triu(1)
+
+    class Masked(nn.Module):
+        def forward(self, x):
+            return (x.half() + (masks[0] + masks[1])).float().softmax(-1)
+
+    model = Masked()
+    assert not gaff.find_nonfinite(lambda: model(torch.rand(4, 4, requires_grad=True)).sum().backward(), model=model)
+
+
+@pytest.mark.parametrize(
+    ("op", "site"),
+    [(lambda s: s * 60.0, "/mul#0"), (lambda s: s + 65000.0, "/add#0"), (lambda s: s.float().exp(), "/exp#0")],
+)
+def test_an_overflow_beside_a_mask_is_that_of_its_op(op, site):
+    class Scores(nn.Module):
+        def forward(self, x):
+            scores = x.half().masked_fill(~torch.ones(4, 4).tril().bool(), -math.inf)
+            return op(scores)
+
+    model = Scores()
+    for x in (torch.full((4, 4), 3000.0), -torch.full((4, 4), 3000.0)):
+        report = gaff.find_nonfinite(lambda: model(x.requires_grad_()).float(), model=model)  # noqa: B023
+        if bool(model(x).isposinf().any()):
+            assert (report.site, report.cause[:8]) == (site, "overflow")
+        elif "mul" not in site:
+            assert not report  # the mask alone
+
+
+def test_an_overflow_to_minus_infinity_beside_a_mask_is_told():
+    class Scores(nn.Module):
+        def forward(self, x):
+            return x.half().masked_fill(~torch.ones(4, 4).tril().bool(), -math.inf) * 60.0
+
+    model = Scores()
+    report = gaff.find_nonfinite(lambda: model(torch.full((4, 4), -3000.0)), model=model)
+    assert (report.site, report.cause[:8]) == ("/mul#0", "overflow")

@@ -179,10 +179,11 @@ def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, all
     is_meant = is_allowed or op in UNINITIALISED or _is_deliberate(call) or is_scaling(call)
     lasting = [made for made in came if made.output.nan]  # a NaN that was put in stays one
     is_asked = op in LOSSES and output.positive_inf and not any(_has_positive(one) for one, _ in begun.came)
-    if lasting or (came and not output.nan and not is_asked):
+    is_new = _is_new(tensor, [one for one, _ in begun.came])
+    if lasting or (came and not output.nan and not is_asked and not is_new):
         return (lasting or came)[0]
-    if not came and not is_meant and not output.nan and not output.positive_inf and _adds_masks(op, begun.came):
-        is_meant = True
+    if not is_meant and not output.nan and not output.positive_inf:
+        is_meant = _adds_masks(op, tensor, [one for one, _ in begun.came])
     given = ranges_of((one for one, _ in begun.came), producers) if begun.ranges is None else begun.ranges
     place = users_place(call.place)
     read = [(one, made) for one, (other, made) in zip(given, begun.came, strict=True) if not _is_among(other, unread)]
@@ -195,6 +196,11 @@ def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, all
         return Made(call.site, "forward", place, cause, output, given, position)
     args, kwargs = map_tensors((call.args, call.kwargs), distributed.local_of)  # other processes are not here now
     case = Case(op, call.func, args, kwargs, given, output)
+    if came and is_new:  # the cause is that of the others
+        args, kwargs = map_tensors((args, kwargs), _without_infinite)
+        pairs = zip(begun.came, given, strict=False)
+        finite = tuple(range_of(_without_infinite(one), known.name) for (one, _), known in pairs)
+        case = Case(op, call.func, args, kwargs, finite, output)
     is_constant = is_meant and op not in UNINITIALISED and not is_allowed
     cause = _of_constant(call, output) if is_constant else cause_of(case)
     return Made(call.site, "forward", place, cause, output, given, position, is_meant, is_scaling(call))
@@ -300,14 +306,45 @@ def _is_allowed(site: Site, patterns: Iterable[Address]) -> bool:
     return False
 
 
-def _adds_masks(op: str, marks: list[tuple[Tensor, Made | None]]) -> bool:
-    """Whether an op adds to the lowest number of a type, as masks do: the -inf that it may give is meant as well.
+def _is_new(output: Tensor, given: list[Tensor]) -> bool:
+    """Whether an element of what an op returned is infinite where all that it was given is finite, element by element.
 
-    ``marks``: what the op is given. Half of the lowest number is low enough to count as such a mask.
+    False where that cannot be told: of other shapes, and of what was written in place.
+    """
+    if any(one is output for one in given) or not all(_fits(one, output) for one in given):
+        return False
+    was_finite = torch.ones_like(plain(output), dtype=torch.bool)
+    for one in given:
+        was_finite &= plain(one).isfinite()
+    return bool((plain(output).isinf() & was_finite).any())
+
+
+def _without_infinite(tensor: Tensor) -> Tensor:
+    """A copy with zeros for what is infinite; the tensor itself where nothing is."""
+    is_any = tensor.is_floating_point() and not tensor.is_nested and bool(plain(tensor).isinf().any())
+    return torch.where(tensor.isinf(), 0, tensor) if is_any else tensor
+
+
+def _fits(one: Tensor, output: Tensor) -> bool:
+    """Whether a tensor may have been expanded to the shape of what an op returned."""
+    sizes = zip(reversed(one.shape), reversed(output.shape), strict=False)
+    return one.dim() <= output.dim() and all(size in (1, whole) for size, whole in sizes)
+
+
+def _adds_masks(op: str, output: Tensor, given: list[Tensor]) -> bool:
+    """Whether an op adds to the lowest number of a type, as masks do: the -inf that it gives there is meant as well.
+
+    A mask is what holds nothing but 0 and one number, from half of the lowest on, too.
     """
     if op.strip("_") not in ("add", "sub", "mul"):
         return False
-    return any(float(plain(one).min()) <= torch.finfo(one.dtype).min / 2 for one, _ in marks if one.is_floating_point())
+    is_closed = torch.zeros_like(plain(output), dtype=torch.bool)
+    for one in given:
+        if one.is_floating_point() and _fits(one, output):
+            value, lowest = plain(one), torch.finfo(one.dtype).min
+            is_mask = len(value.unique()) == 2 and float(value.max()) == 0
+            is_closed |= value <= (0.5 if is_mask else 0.99) * lowest
+    return bool(is_closed[plain(output) == -math.inf].all())
 
 
 def is_mask(tensor: Tensor) -> bool:

@@ -16,6 +16,7 @@ from gaff.training.watch.loss_terms import (
     chain_of,
     factor_of,
     is_error,
+    is_error_by_hand,
     is_of_differences,
     is_view,
     name_of,
@@ -112,15 +113,13 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
         found["spread"] = {"loss": name, **spread}
     found |= both_ways(chain, names, name)
     if chain and factor > 0:
-        terms = terms_of(chain[0])
-        found = _facts_of_terms(terms, taken_from(chain[0]), name) | found
-        if len(terms) > 1 and (part := part_over_classes(terms)):
-            found["part"] = {"loss": name, **part}
+        found = _facts_of_terms(terms_of(chain[0]), taken_from(chain[0]), name) | found
     return found
 
 
 def _facts_of_terms(terms: list[list[Any]], taken: list[list[Any]], name: str) -> dict[str, Any]:
-    """Those facts of the summands of a loss that are wrong whatever they are added to, of the first that has them.
+    """Those facts of the summands of a loss that are wrong whatever they are added to, of the first that has them; and
+    the value of the one that is a cross entropy.
 
     What compares all outputs with one another beside the mean of an error is no slip: it keeps them apart. Nor is what
     compares them with all targets where such pairs are ``taken`` from it, as in the distance of two distributions.
@@ -128,7 +127,8 @@ def _facts_of_terms(terms: list[list[Any]], taken: list[list[Any]], name: str) -
     told = [_facts_of_term(term, name) for term in terms]
     has_error = any(is_error(term) for term, one in zip(terms, told, strict=True) if "spread" not in one)
     has_error = has_error or any(map(is_of_differences, taken))
-    found: dict[str, Any] = {}
+    part = part_over_classes(terms)
+    found: dict[str, Any] = {"part": {"loss": name, **part}} if part else {}
     for one in told:
         found = {kind: fact for kind, fact in one.items() if kind != "spread" or not has_error} | found
     return found
@@ -376,17 +376,6 @@ def _squared(node: Any, is_meant_by: tuple[str, ...]) -> dict[str, Any] | None:
     if not is_square or len(given) != 1 or given[0] not in ((made[0], 1), (1, made[0]), (made[0],)):
         return None
     return {"output": given[0], "made": made}
-
-
-def is_error_by_hand(chain: list[Any], names: list[str]) -> bool:
-    """Whether a chain is a mean or sum of even powers, or absolute values, of a difference from something constant."""
-    plain = [at for at, one in enumerate(names) if not is_view(one)][:3]
-    told = [names[at] for at in plain]
-    if len(told) < 3 or any(one not in known for one, known in zip(told, BY_HAND, strict=True)):
-        return False
-    power = getattr(chain[plain[1]], "_saved_exponent", 2) if told[1] == "PowBackward" else 2
-    is_even = told[1] != "MulBackward" and power % 2 == 0
-    return is_even and sum(one is not None for one, _ in chain[plain[2]].next_functions) == 1
 
 
 def _note_classes(chain: list[Any], names: list[str], at: int, before: int, name: str, found: dict[str, Any]) -> None:

@@ -178,3 +178,14 @@ def is_error(chain: list[Any]) -> bool:
     """Whether a summand is the mean of an error: one of torch's losses, or of differences by hand."""
     first = next((name for one in chain if not is_view(name := name_of(one))), "")
     return first in MEANS or is_of_differences(chain)
+
+
+def is_error_by_hand(chain: list[Any], names: list[str]) -> bool:
+    """Whether a chain is a mean or sum of even powers, or absolute values, of a difference from something constant."""
+    plain = [at for at, one in enumerate(names) if not is_view(one)][:3]
+    told = [names[at] for at in plain]
+    if len(told) < 3 or any(one not in known for one, known in zip(told, BY_HAND, strict=True)):
+        return False
+    power = getattr(chain[plain[1]], "_saved_exponent", 2) if told[1] == "PowBackward" else 2
+    is_even = told[1] != "MulBackward" and power % 2 == 0
+    return is_even and sum(one is not None for one, _ in chain[plain[2]].next_functions) == 1
