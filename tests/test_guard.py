@@ -613,3 +613,67 @@ def test_an_overflow_of_another_models_optimizer_does_not_make_the_guard_forget(
         scaler.step(others)
         scaler.update()
         own.step()
+
+
+class Steep(nn.Module):
+    """Two layers with a root between them that is steep where ``is_steep``."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.is_steep = nn.Linear(8, 8), nn.Linear(8, 3), False
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(torch.sqrt(hidden * 0) if self.is_steep else hidden)
+
+
+def steep_step(model, *, between=None, halves=False):
+    """The origin that a guard tells of the third of three steps, whose gradients are not finite."""
+    parts = [model.last, model.first] if halves else [model]
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in parts]
+    with pytest.raises(gaff.NonFiniteError) as raised, gaff.guard(model):
+        for step in range(3):
+            model.is_steep = step == 2
+            model.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            if between:
+                between(model)
+            for one in optimizers:
+                one.step()
+    return raised.value.report
+
+
+def test_the_second_of_two_optimizers_is_told_where_its_gradient_began():
+    report = steep_step(Steep(), halves=True)
+    assert (report.site, report.direction) == ("/sqrt#0", "backward")
+
+
+def test_a_run_without_gradients_before_the_step_takes_no_batch_away():
+    def measured(model):
+        with torch.no_grad():
+            model(torch.randn(4, 8))
+
+    report = steep_step(Steep(), between=measured)
+    assert (report.site, report.direction) == ("/sqrt#0", "backward")
+
+
+def test_no_batch_is_held_where_one_optimizer_has_all_parameters():
+    model = Steep()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.guard(model):
+        x = torch.randn(4, 8)
+        given = weakref.ref(x)
+        model(x).square().mean().backward()
+        optimizer.step()
+        del x
+        assert given() is None
+
+
+def test_a_batch_that_was_written_to_before_the_step_is_told_as_such():
+    model = Steep()
+    optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.full((4, 8), math.nan)
+    with pytest.raises(gaff.NonFiniteError) as raised, gaff.guard(model):
+        model(x).square().mean().backward()
+        x.zero_()
+        optimizer.step()
+    assert any("written to after the run" in one for one in raised.value.report.notes)

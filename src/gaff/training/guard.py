@@ -73,6 +73,7 @@ class Guard(Unopened):
             taps.append(CallTap(Found(Site(), root), self._entered, self._end))  # after the root's own probe
         self._session = Session(model, taps, threads="own", is_traceable=has_graphs)
         self._closing = ExitStack()
+        self._trained = sum(one.requires_grad for one in model.parameters())
         self._bad_before: frozenset[str] = frozenset()  # sites of parameters that were bad when it was opened
         self._forbidden: dict[str, int] = {}  # by site how many -inf a parameter held then, and nothing else
 
@@ -151,7 +152,7 @@ class Guard(Unopened):
             return
         self._runs.end(batch, output)
         if not batch.has_grad:
-            self._check_forward()
+            self._check_forward(is_last_alone=True)
 
     def _before_step(self, optimizer: Any) -> None:
         """Read what the runs have added up, and the gradients: the one place where the device is waited for.
@@ -165,10 +166,13 @@ class Guard(Unopened):
         self._unstepped = 0
         if backward_task() >= 0 and not self._must_stop(optimizer):
             return
+        is_alarmed = True
         try:
             self._check_step(optimizer)
-        finally:
-            self._runs.forget()  # also where it raises: a program that catches this goes on with other batches
+            is_alarmed = False
+        finally:  # also where it raises: a program that catches this goes on with other batches
+            is_part = sum(len(group["params"]) for group in optimizer.param_groups) < self._trained
+            self._runs.forget(are_used_again=is_part and not is_alarmed)
 
     def _must_stop(self, optimizer: Any) -> bool:
         """Of an optimizer that steps within a backward pass: whether its gradients must not be used.
@@ -219,13 +223,13 @@ class Guard(Unopened):
             report = Report(True, STEP, direction="forward", cause="another process tells where")
         self._tell(report)
 
-    def _check_forward(self) -> None:
-        """Read what the runs since the last step have added up, and forget them. Waits for the device."""
+    def _check_forward(self, *, is_last_alone: bool = False) -> None:
+        """Read what the runs since the last step have added up, and forget them, or the last one. Waits for the device."""
         try:
             if self._search.anywhere(not are_finite(self._runs.sums())):
                 self._tell(self._origin(has_gradients=False))
         finally:
-            self._runs.forget()
+            self._runs.forget(is_last_alone=is_last_alone)
 
     def _check_parameters(self) -> None:
         """Look at the parameters when the block ends: the last step may have spoiled what no run has used since."""

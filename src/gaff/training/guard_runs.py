@@ -50,11 +50,14 @@ class KeptRuns:
         self.version = -1
         self.is_traced = False
         self.batches: deque[Batch] = deque(maxlen=KEPT)
+        self._used: list[Batch] = []  # for a step, while others of the same runs may follow
         self._full = WeakMethod(full)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A run begins: keep its inputs and state, so that it can be run again."""
         self.current = Batch.of(args, kwargs)
+        if self.current.has_grad:
+            self._used.clear()
         self.batches.append(self.current)
 
     def end(self, batch: Batch, output: Any) -> None:
@@ -87,12 +90,25 @@ class KeptRuns:
         """The probes that saw something that is not finite, each with the last such number. Waits for each of them."""
         return {one: value for batch in self.batches for one, value in batch.sums if not math.isfinite(value.item())}
 
-    def forget(self) -> None:
-        """Let the kept batches go, with the hooks that bring their gradients."""
-        for batch in self.batches:
+    def to_run_again(self) -> list[Batch]:
+        """The batches of which what is not finite may have come: where there was no run since the last step, its."""
+        return list(self.batches) or list(self._used)
+
+    def forget(self, *, is_last_alone: bool = False, are_used_again: bool = False) -> None:
+        """Let the kept batches go, or that of the last run, with the hooks that bring their gradients.
+
+        ``are_used_again``: another optimizer may be about to step with gradients of theirs; they stay to be run again,
+        until a run with gradients begins.
+        """
+        gone = [self.batches[-1]] if is_last_alone else list(self.batches)
+        for batch in gone:
             for handle in batch.handles:
                 handle.remove()
-        self.batches.clear()
+        if is_last_alone:
+            self.batches.pop()
+        else:
+            self._used = (gone or self._used) if are_used_again else []
+            self.batches.clear()
         self.current = self.latest = None
 
 

@@ -94,8 +94,9 @@ class OriginSearch:
         """
         self._failure = ""
         report = Report(False)
-        last = {id(batch): self.anywhere(_is_overflow(batch)) for batch in self._runs.batches}
-        for batch in sorted(self._runs.batches, key=lambda one: last[id(one)]):
+        batches = self._runs.to_run_again()
+        last = {id(batch): self.anywhere(_is_overflow(batch)) for batch in batches}
+        for batch in sorted(batches, key=lambda one: last[id(one)]):
             report = self.agreed(self._examine(batch))
             if report:
                 break
@@ -157,12 +158,13 @@ class OriginSearch:
         elif not report or report.site == STEP:
             path = _not_again(batch, again)
             if path is not None:
-                report = Report(True, path or ":output", module=path, direction="forward", cause=_NOT_AGAIN)
+                report = Report(True, path or ":output", module=path, direction="forward", cause=_NOT_AGAIN,
+                                notes=report.notes)  # fmt: skip
         return report
 
     def _why_not_shown(self) -> str:
         """The cause to tell for a gradient that is not finite, when no batch tells why."""
-        batches = self._runs.batches
+        batches = self._runs.to_run_again()
         if any(batch.is_unseen for batch in batches):
             return f"a gradient is not finite, and where that began cannot be told: {_UNSEEN_CALL}"
         which = "the last batch" if len(batches) == 1 else f"the last {len(batches)} batches"
