@@ -642,7 +642,7 @@ def test_an_overflow_beside_a_mask_is_that_of_its_op(op, site):
 
     model = Scores()
     for x in (torch.full((4, 4), 3000.0), -torch.full((4, 4), 3000.0)):
-        report = gaff.find_nonfinite(lambda: model(x.requires_grad_()).float(), model=model)  # noqa: B023
+        report = gaff.find_nonfinite(lambda: model(x.requires_grad_()).float(), model=model)
         if bool(model(x).isposinf().any()):
             assert (report.site, report.cause[:8]) == (site, "overflow")
         elif "mul" not in site:
@@ -657,3 +657,26 @@ def test_an_overflow_to_minus_infinity_beside_a_mask_is_told():
     model = Scores()
     report = gaff.find_nonfinite(lambda: model(torch.full((4, 4), -3000.0)), model=model)
     assert (report.site, report.cause[:8]) == ("/mul#0", "overflow")
+
+
+def test_a_bad_batch_is_not_blamed_on_a_healed_gradient_of_its_shape():
+    model, bad = nn.Linear(4, 2), torch.randn(4, 4)
+    bad[2, 3] = math.nan
+
+    def step():
+        x = torch.randn(4, 4)
+        x[0] = 0
+        x.requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum() + x.square().sum(1).sqrt().sum(), x)
+        model((x + torch.nan_to_num(gradient)).detach()).square().mean().backward()
+        model(bad).square().mean().backward()
+
+    report = gaff.find_nonfinite(step, model=model)
+    assert (report.site, report.direction) == (":input[0]", "forward")
+
+
+def test_a_hook_where_gradients_meet_is_no_overflow_of_their_sum():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model[0].weight.register_hook(lambda gradient: gradient * math.nan)
+    report = gaff.find_nonfinite(lambda: model(model(torch.randn(3, 4))).square().mean().backward(), model=model)
+    assert report.cause.startswith("a gradient hook")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import gaff
 from gaff.errors import RecordError
@@ -364,3 +365,104 @@ def test_an_error_in_one_fact_costs_that_fact_alone(tmp_path, monkeypatch, part,
     assert len(record.looks) == 30
     told = f"{what}: not looked at any more, by an error of gaff's own: LookupError: nothing there (in "
     assert [one.startswith(told) for one in record.notes].count(True) == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_first_overflows_of_a_scaler_are_no_finding(tmp_path, fused):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for _ in range(16):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = F.mse_loss(model(torch.randn(16, 8)).float(), torch.randn(16, 3))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() < 2.0**22
+    assert [one.rule for one in gaff.load(tmp_path / "run").findings if one.rule == "nonfinite"] == []
+
+
+def test_a_penalty_on_scaled_gradients_that_overflow_is_no_finding(tmp_path):
+    """As torch's documentation has it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    losses = []
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for _ in range(16):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = F.mse_loss(model(torch.randn(16, 8)).float(), torch.randn(16, 3))
+            scaled = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
+            penalty = sum((one.float() / scaler.get_scale()).square().sum() for one in scaled).sqrt()
+            losses.append((loss + 0.01 * penalty).item())
+            scaler.scale(loss + 0.01 * penalty).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert not math.isfinite(losses[0])
+    assert math.isfinite(losses[-1])
+    assert [one.rule for one in gaff.load(tmp_path / "run").findings if one.rule == "nonfinite"] == []
+
+
+@pytest.mark.parametrize("which", ["first", "second", "after a mask"])
+def test_the_example_that_makes_a_loss_jump_is_told_of_any_call_of_the_step(tmp_path, which):
+    torch.manual_seed(0)
+    true = torch.randn(8, 3)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 3)
+
+        def forward(self, x, mask=None):
+            return self.layer(x if mask is None else x * mask)
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gaff.watch(out=tmp_path / "run", every=10):
+        for step in range(60):
+            one, other = torch.randn(16, 8), torch.randn(16, 8)
+            if step == 50:
+                (other if which == "second" else one)[2] *= 100
+            optimizer.zero_grad()
+            if which == "after a mask":
+                loss = F.mse_loss(model(mask=torch.ones(16, 1), x=one), one @ true)
+            else:
+                loss = F.mse_loss(model(one), one @ true) + F.mse_loss(model(other), other @ true)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+    (found,) = [one for one in gaff.load(tmp_path / "run").findings if one.rule == "loss_spike"]
+    assert found.evidence["batch_indices"] == [2]
+    call = {"first": "of call 1 of 2", "second": "of call 2 of 2", "after a mask": "of the batch"}[which]
+    assert f"the inputs at [2] {call}" in found.message
+
+
+@pytest.mark.parametrize(
+    "made",
+    [nn.utils.weight_norm, nn.utils.spectral_norm, lambda one: prune.l1_unstructured(one, "weight", 0.1)],
+    ids=["weight_norm", "spectral_norm", "prune"],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_origin_is_found_in_a_model_that_holds_what_no_copy_takes(tmp_path, made):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = made(nn.Linear(8, 3))
+
+        def forward(self, x):
+            self.kept = self.layer(x)  # an activation as an attribute
+            return torch.log(self.kept * 0)
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).mean().backward()
+        optimizer.step()
+    (found,) = [one for one in gaff.load(tmp_path / "run").findings if one.rule == "nonfinite"]
+    assert found.site == "/log#0"

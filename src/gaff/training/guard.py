@@ -62,7 +62,7 @@ class Guard(Unopened):
         self._unstepped = 0  # runs since the last step
         self._waiting: bool | None = None  # for the end of a backward pass; whether gradients in it were bad
         self._replicated = model
-        self._runs = KeptRuns(self._check_forward)
+        self._runs = KeptRuns(self._check_forward, sum(one.requires_grad for one in model.parameters()))
         self._search = OriginSearch(model, allow, self._runs, self.notes)
         root, has_graphs = unwrap(model), is_compiled(model)
         taps: list[Tap | CallTap] = []
@@ -73,7 +73,6 @@ class Guard(Unopened):
             taps.append(CallTap(Found(Site(), root), self._entered, self._end))  # after the root's own probe
         self._session = Session(model, taps, threads="own", is_traceable=has_graphs)
         self._closing = ExitStack()
-        self._trained = sum(one.requires_grad for one in model.parameters())
         self._bad_before: frozenset[str] = frozenset()  # sites of parameters that were bad when it was opened
         self._forbidden: dict[str, int] = {}  # by site how many -inf a parameter held then, and nothing else
 
@@ -166,13 +165,10 @@ class Guard(Unopened):
         self._unstepped = 0
         if backward_task() >= 0 and not self._must_stop(optimizer):
             return
-        is_alarmed = True
         try:
             self._check_step(optimizer)
-            is_alarmed = False
         finally:  # also where it raises: a program that catches this goes on with other batches
-            is_part = sum(len(group["params"]) for group in optimizer.param_groups) < self._trained
-            self._runs.forget(are_used_again=is_part and not is_alarmed)
+            self._runs.forget(stepped=sum(len(group["params"]) for group in optimizer.param_groups))
 
     def _must_stop(self, optimizer: Any) -> bool:
         """Of an optimizer that steps within a backward pass: whether its gradients must not be used.
@@ -202,8 +198,7 @@ class Guard(Unopened):
             self._runs.forget()
 
     def _check_step(self, optimizer: Any) -> None:
-        gradients = _gradients(optimizer)
-        sums = self._runs.sums()
+        gradients, sums = _gradients(optimizer), self._runs.sums()
         is_bad = not are_finite([*sums, *_norm(gradients)])
         self._judge(sums, is_bad, lambda: any(map(has_nonfinite, gradients)))
 
@@ -224,7 +219,7 @@ class Guard(Unopened):
         self._tell(report)
 
     def _check_forward(self, *, is_last_alone: bool = False) -> None:
-        """Read what the runs since the last step have added up, and forget them, or the last one. Waits for the device."""
+        """Read what the runs since the last step have added up; forget them, or the last one. Waits for devices."""
         try:
             if self._search.anywhere(not are_finite(self._runs.sums())):
                 self._tell(self._origin(has_gradients=False))

@@ -40,10 +40,11 @@ class KeptRuns:
 
     is_examining: ClassVar[bool] = False
 
-    def __init__(self, full: Callable[[], None]) -> None:
+    def __init__(self, full: Callable[[], None], trained: int) -> None:
         """``full`` is called where more numbers have come than are to be kept; it must read and ``forget`` them.
 
-        A method, held weakly: the model is let go of with the guard, and waits for no garbage collector.
+        A method, held weakly: the model is let go of with the guard, and waits for no garbage collector. ``trained``:
+        how many parameters of the model are.
         """
         self.current: Batch | None = None
         self.latest: Tensor | None = None
@@ -51,6 +52,7 @@ class KeptRuns:
         self.is_traced = False
         self.batches: deque[Batch] = deque(maxlen=KEPT)
         self._used: list[Batch] = []  # for a step, while others of the same runs may follow
+        self._trained = trained
         self._full = WeakMethod(full)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -94,11 +96,11 @@ class KeptRuns:
         """The batches of which what is not finite may have come: where there was no run since the last step, its."""
         return list(self.batches) or list(self._used)
 
-    def forget(self, *, is_last_alone: bool = False, are_used_again: bool = False) -> None:
+    def forget(self, *, is_last_alone: bool = False, stepped: int | None = None) -> None:
         """Let the kept batches go, or that of the last run, with the hooks that bring their gradients.
 
-        ``are_used_again``: another optimizer may be about to step with gradients of theirs; they stay to be run again,
-        until a run with gradients begins.
+        ``stepped``: how many parameters an optimizer has that steps. Where these are not all that are trained, another
+        may follow with gradients of theirs: they stay to be run again, until a run with gradients begins.
         """
         gone = [self.batches[-1]] if is_last_alone else list(self.batches)
         for batch in gone:
@@ -107,7 +109,7 @@ class KeptRuns:
         if is_last_alone:
             self.batches.pop()
         else:
-            self._used = (gone or self._used) if are_used_again else []
+            self._used = (gone or self._used) if stepped is not None and stepped < self._trained else []
             self.batches.clear()
         self.current = self.latest = None
 

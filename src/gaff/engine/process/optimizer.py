@@ -159,8 +159,7 @@ class StepGuard:
 
     def is_overflow_of_scaler(self) -> bool:
         """Whether a GradScaler has found non-finite gradients and will have this step skipped. Waits for the device."""
-        found = getattr(self._optimizer, "found_inf", None)
-        return found is not None and self._optimizer not in _TELLS and bool(found.item())
+        return has_overflown(self._optimizer)
 
     def _pre(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the step: put back what the last one left, then ask ``before``, at once or after each closure.
@@ -402,19 +401,24 @@ def count_steps(parameters: Callable[[], Iterable[Tensor]], completed: Callable[
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         is_made = not is_skipped(optimizer) and not is_inner_step(optimizer) and owned.has(optimizer)
-        if is_made and not _has_overflown(optimizer):
+        if is_made and not has_overflown(optimizer):
             completed()
 
     return register_optimizer_step_post_hook(never_traced(stepped))
 
 
-def _has_overflown(optimizer: Any) -> bool:
+def has_overflown(optimizer: Any) -> bool:
     """Whether a GradScaler has told a fused optimizer to change nothing. Waits for the device where there is a flag.
 
     A flag of ours beside it means that steps are skipped on the device, where nobody counts them.
     """
+    return optimizer not in _TELLS and is_told_to_skip(optimizer)
+
+
+def is_told_to_skip(optimizer: Any) -> bool:
+    """Whether a fused optimizer was given a flag, a GradScaler's or ours, by which it changes nothing. Waits for it."""
     found = getattr(optimizer, "found_inf", None)
-    return found is not None and optimizer not in _TELLS and bool(found.item())
+    return found is not None and bool(found.item())
 
 
 class StepWatch:
@@ -456,8 +460,7 @@ class StepWatch:
         """
         if is_inner_step(optimizer) or (self._owned is not None and not self._owned.has(optimizer)):
             return None
-        found = getattr(optimizer, "found_inf", None)
-        if found is not None and bool(found.item()):  # a GradScaler's: the step will change nothing
+        if is_told_to_skip(optimizer):
             self._skipped()
             return None
         then = partial(self._before, optimizer)  # gradients come from it

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from gaff.compat import autograd
 from gaff.compat.compiler import never_traced
 from gaff.engine.process.calls import is_hidden
-from gaff.engine.process.optimizer import is_inner_step
+from gaff.engine.process.optimizer import is_inner_step, is_told_to_skip
 from gaff.engine.process.stack_room import passed_over
 
 
@@ -293,7 +293,6 @@ def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
     _STEPPING.discard(id(optimizer))
     _FINISHED[0] += 1
     _unwrap_last(id(optimizer))
-    found = getattr(optimizer, "found_inf", None)  # a GradScaler's, which fused optimizers read themselves
-    is_skipped = found is not None and bool(found.item())
+    is_skipped = is_told_to_skip(optimizer)
     for told in list(_OPEN):
         (told.step_skipped if is_skipped else told.step_ended)(optimizer)

@@ -29,7 +29,7 @@ from gaff.inspection.nonfinite.backward import Trail
 from gaff.inspection.nonfinite.case import Case
 from gaff.inspection.nonfinite.causes import LOSSES, UNINITIALISED, cause_of
 from gaff.inspection.nonfinite.provenance import RETURNED, Made, own_path, shown, users_place
-from gaff.inspection.nonfinite.ranges import plain, range_of
+from gaff.inspection.nonfinite.ranges import has_nan, plain, range_of
 from gaff.inspection.nonfinite.report import Range
 from gaff.inspection.op_log import Producers
 
@@ -359,8 +359,3 @@ def is_mask(tensor: Tensor) -> bool:
 def _has_positive(tensor: Tensor) -> bool:
     """Whether an element is +inf. Waits for the device."""
     return bool((plain(tensor) == math.inf).any())
-
-
-def has_nan(tensor: Tensor) -> bool:
-    """Whether an element is NaN. Waits for the device."""
-    return bool(plain(tensor).isnan().any())

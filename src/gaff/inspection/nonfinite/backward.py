@@ -22,7 +22,7 @@ from gaff.engine.gradients.nodes import Gradients, NodeWatch, Seen
 from gaff.engine.ops.calls import OpCall
 from gaff.inspection.nonfinite.backward_causes import backward_cause
 from gaff.inspection.nonfinite.provenance import STEP, Made, own_path, shown
-from gaff.inspection.nonfinite.ranges import has_nonfinite, range_of
+from gaff.inspection.nonfinite.ranges import has_nan, has_nonfinite, nonfinite_elements, range_of
 from gaff.inspection.nonfinite.report import Range, Report
 from gaff.inspection.op_log import Producers, code_at, place_text
 
@@ -31,8 +31,8 @@ from gaff.inspection.op_log import Producers, code_at, place_text
 class Passed:
     """An autograd node that ran. ``bad``: which of the gradients that it handed on are not finite, by position.
 
-    ``is_bad``: whether one that came was not. ``is_overflow_of_scale``: it would have handed on finite ones without a
-    GradScaler's factor.
+    ``is_bad``: whether one that came was not; ``is_nan``: whether one held a NaN. ``is_overflow_of_scale``: it would
+    have handed on finite ones without a GradScaler's factor.
     """
 
     seen: Seen
@@ -40,6 +40,7 @@ class Passed:
     bad: frozenset[int]
     cause: tuple[Range, Range] | None  # the gradient that came, the one handed on
     is_overflow_of_scale: bool = False
+    is_nan: bool = False
 
 
 class Trail:
@@ -55,7 +56,8 @@ class Trail:
         self.lost: list[Made] = []  # what made the losses, not finite, at which backward passes began
         self._passed: list[Passed] = []
         self._by_memory: dict[int, tuple[Callable[[], object], Passed]] = {}  # who handed on a bad gradient, by address
-        self._by_shape: dict[tuple[torch.Size, torch.dtype], Passed] = {}  # the last that did
+        # the last that did, and where what it handed on is not finite
+        self._by_shape: dict[tuple[torch.Size, torch.dtype], tuple[Passed, Tensor]] = {}
         self._task = -1
 
     def __len__(self) -> int:
@@ -91,12 +93,13 @@ class Trail:
             is_loss = sum(one.numel() for one in incoming if one is not None) == 1  # else outputs, run again
             if made is not None and not made.is_scaling and (is_loss or not made.is_meant):
                 self.lost.append(made)
-        passed = Passed(seen, is_bad, bad, ranges, is_scale)
+        is_nan = is_bad and any(one is not None and has_nan(one) for one in incoming)
+        passed = Passed(seen, is_bad, bad, ranges, is_scale, is_nan)
         self._passed.append(passed)
         for one in (outgoing[at] for at in bad):
             if one is not None:
                 if not one.is_nested:  # has no shape
-                    self._by_shape[one.shape, one.dtype] = passed
+                    self._by_shape[one.shape, one.dtype] = passed, nonfinite_elements(one)
                 if address := address_of(one):
                     self._by_memory[address] = storage_life(one), passed
 
@@ -133,12 +136,13 @@ class Trail:
     def made_of(self, tensor: Tensor, producers: Producers) -> Made | None:
         """The origin of a bad gradient that the step goes on with, as ``autograd.grad`` hands it out, or ``x.grad``.
 
-        Known by its memory; one that autograd has added up has another, and is known by its shape, so that this is
-        to be asked only of what nothing else has made. None where no backward pass handed on such a gradient.
+        Known by its memory; one that autograd has added up has another, and is known by its shape, and by where it is
+        not finite, so that this is to be asked only of what nothing else has made. None where no backward pass handed
+        on such a gradient.
         """
         life, passed = self._by_memory.get(address_of(tensor), (None, None))
         if passed is None or life is None or life() is None:
-            passed = None if tensor.is_nested else self._by_shape.get((tensor.shape, tensor.dtype))
+            passed = None if tensor.is_nested else self._like(tensor)
         origin = None if passed is None else self._began([passed])
         if origin is None:
             return None
@@ -154,6 +158,14 @@ class Trail:
             is_meant=scaling,
             told=told,
         )
+
+    def _like(self, tensor: Tensor) -> Passed | None:
+        """Who handed on the last bad gradient of a tensor's shape, if it is bad wherever that was: sums stay so."""
+        known = self._by_shape.get((tensor.shape, tensor.dtype))
+        if known is None:
+            return None
+        (passed, bad), now = known, nonfinite_elements(tensor)
+        return passed if now.shape == bad.shape and not bool((bad & ~now).any()) else None
 
     def _began(self, waiting: list[Passed]) -> Passed | None:
         """Where bad gradients began that came to some nodes, or that these made.
@@ -202,8 +214,10 @@ class Trail:
             return Report(True, STEP, STEP, "backward", cause=cause, notes=tuple(notes), ops=ops, position=position)
         if origin.cause is None:  # what was given to it was finite piece by piece
             came = handed = None
-            cause = f"the gradients that meet at {name} overflow when they are added up"
-            if feeding == 1:
+            cause = (
+                f"the gradients that meet at {name} overflow when they are added up, or a gradient hook there made it"
+            )
+            if feeding == 1 or origin.is_nan:  # a sum of finite numbers is no NaN
                 cause = f"a gradient hook: {name} got something that is not finite, and what was handed to it was"
         else:
             came, handed = origin.cause

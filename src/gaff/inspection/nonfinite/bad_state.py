@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from gaff.address.grammar import Site
 from gaff.compat import distributed, elements
 from gaff.engine.ops.calls import OpCall
-from gaff.inspection.nonfinite.attribution import Now, before, has_nan, is_mask, only_written
+from gaff.inspection.nonfinite.attribution import Now, before, is_mask, only_written
 from gaff.inspection.nonfinite.provenance import ADDED, ARRIVED, KEPT, KEPT_BEFORE, UPDATED, WRITTEN, Made, Marks
-from gaff.inspection.nonfinite.ranges import has_nonfinite, nonfinite_elements, range_of
+from gaff.inspection.nonfinite.ranges import has_nan, has_nonfinite, nonfinite_elements, range_of
 from gaff.inspection.op_log import iter_state
 
 _SOME = Site("", port="param")  # a parameter of no model

@@ -30,7 +30,6 @@ from gaff.inspection.nonfinite.attribution import (
     Begun,
     Now,
     before,
-    has_nan,
     is_mask,
     is_scaling,
     judge,
@@ -51,7 +50,7 @@ from gaff.inspection.nonfinite.provenance import (
     shown,
     users_place,
 )
-from gaff.inspection.nonfinite.ranges import can_hold, has_nonfinite, range_of
+from gaff.inspection.nonfinite.ranges import can_hold, has_nan, has_nonfinite, range_of
 from gaff.inspection.nonfinite.report import BEFORE, Report
 from gaff.inspection.op_log import Producers
 

@@ -49,6 +49,11 @@ def has_nonfinite(tensor: Tensor) -> bool:
         return not bool(torch.isfinite(value).all())  # a sum of large finite numbers overflows
 
 
+def has_nan(tensor: Tensor) -> bool:
+    """Whether an element is NaN. Waits for the device."""
+    return bool(plain(tensor).isnan().any())
+
+
 def nonfinite_elements(tensor: Tensor) -> Tensor:
     """Which elements are NaN or inf, as a bool tensor on its device; of a sparse one of the values that it stores."""
     with torch.no_grad(), modes.outside_modes():

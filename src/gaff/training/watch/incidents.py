@@ -191,21 +191,24 @@ def of_stuck_scaler(step: int, scale: float | Tensor | None, skipped: int) -> Fi
 def of_spike(spike: Spike, step: int, batches: Sequence[tuple[Model, Batch]]) -> list[Finding]:
     """The finding about a loss far above those before it, with a checksum of its batch and the samples that stand out.
 
-    Of ``batches`` the last one counts. None for an early spike in whose batch nothing stands out. Waits for the device
-    of its inputs.
+    Of ``batches`` the one counts in which a sample stands out most; where none does, the last. None for an early spike
+    in whose batches nothing stands out. Waits for the device of their inputs.
     """
     evidence: dict[str, Any] = {"loss": spike.value, "mean_before": spike.mean, "std_before": spike.deviation}
     samples: list[int] = []
-    for model, batch in batches[-1:]:
+    told = [(*odd_samples(batch.args, batch.kwargs), at, model, batch) for at, (model, batch) in enumerate(batches)]
+    if told:
+        samples, times, at, model, batch = max(told, key=lambda one: (bool(one[0]), one[1] if one[0] else 0, one[2]))
         evidence["model"] = model.name
         if checksum := step_facts.fingerprint(batch.args, batch.kwargs):
             evidence["batch_checksum"] = checksum
-        samples, times = odd_samples(batch.args, batch.kwargs)
         if samples:
             evidence |= {"batch_indices": samples, "times_larger": times}
+            evidence |= {"call": at + 1, "calls": len(told)} if len(told) > 1 else {}
     if spike.is_early and not samples:
         return []
-    rows = f"the inputs at {samples} of the batch are far larger (rms) than the others"
+    which = f"of call {evidence['call']} of {evidence['calls']} in the step" if "call" in evidence else "of the batch"
+    rows = f"the inputs at {samples} {which} are far larger (rms) than the others"
     who = rows if samples else "no input of the batch is far larger (rms) than the others"
     found = Finding(
         rule="loss_spike",
@@ -263,7 +266,9 @@ def _copy(model: nn.Module) -> nn.Module:
     """
     if distributed.is_sharded(model):
         raise RuntimeError("fully_shard has its weights in parts, and torch copies no such model")
-    copied: nn.Module = replicas.unreplicated(copy.deepcopy(model))
+    held = (one for module in model.modules() for _, one in iter_tensors(list(vars(module).values())))
+    known = {id(one): one.detach().clone() for one in held if one.grad_fn is not None}  # deepcopy refuses these
+    copied: nn.Module = replicas.unreplicated(copy.deepcopy(model, known))
     for module in copied.modules():
         for table in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
                       module._backward_pre_hooks):  # fmt: skip
@@ -305,14 +310,12 @@ def _muted() -> Iterator[None]:
 def odd_samples(args: Any, kwargs: Any) -> tuple[list[int], float]:
     """Positions in the batch, at most eight, of samples whose rms is five times the median or not finite.
 
-    Also how many times the median the largest finite one is. Of the first floating input with more than two samples
-    along its first dimension; empty without one. Waits for the input's device.
+    Also how many times the median the largest finite one is. Of floating inputs with more than two samples along their
+    first dimension that in which one stands out most; empty without one. Waits for the inputs' devices.
     """
-    for _, tensor in iter_tensors((args, kwargs)):
-        value = readable(tensor) if tensor.is_floating_point() else None
-        if value is not None and value.dim() and value.shape[0] > 2:
-            return _odd_rows(value)
-    return [], 1.0
+    floating = [tensor for _, tensor in iter_tensors((args, kwargs)) if tensor.is_floating_point()]
+    values = [value for one in floating if (value := readable(one)) is not None and value.dim() and len(value) > 2]
+    return max(map(_odd_rows, values), key=lambda one: (bool(one[0]), one[1]), default=([], 1.0))
 
 
 def _odd_rows(value: Tensor) -> tuple[list[int], float]:

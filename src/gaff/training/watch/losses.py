@@ -144,7 +144,7 @@ class Losses:
         interest, see ``facts``.
         """
         self.count += 1
-        self.scaled.scaler, loss, known = self.scaled.by(tensor)
+        loss, known = self.scaled.begins_at(tensor)
         named = tensor if known is None else loss
         name = self._name(named, at, whose)
         if self.scaled.scaler is not None:
@@ -241,7 +241,8 @@ class Losses:
         """Begin a new step: the sums of this one are dropped, while names and past values stay."""
         self._now, self.partial = {}, dict.fromkeys(self.partial, 0)
         self._graphs.step_ends()
-        self.unclipped = self.scaled.scaler = self.scale = None
+        self.unclipped = self.scale = None
+        self.scaled.step_ends()
         self.facts = {name: self.facts[name] for name in (_BY_HAND, "ctc_axis") if name in self.facts}  # it stays so
         self.steep = []
 

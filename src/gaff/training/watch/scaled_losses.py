@@ -23,6 +23,7 @@ class ScaledLosses:
     def __init__(self) -> None:
         self.scaler: Any = None
         self.is_told = False
+        self._loose: list[ref[Tensor]] = []  # scaled in this step, and no backward pass has begun there
         self._scalers: WeakSet[Any] = WeakSet()  # that were seen to multiply
         self._known: list[tuple[ref[Tensor], ref[Tensor], Tensor, Any]] = []  # scaled, loss, its value, scaler
         self._mark = object()  # by which the nodes are marked of what a GradScaler has returned
@@ -35,6 +36,7 @@ class ScaledLosses:
         """
         self._known = [one for one in self._known if one[0]() is not None][-_SCALED:]
         self._scalers.add(scaler)
+        self._loose.append(ref(scaled))
         self._known.append((ref(scaled), ref(loss), loss.detach(), scaler))
         if (node := autograd.maker_of(scaled)) is not None:
             self._has_marked = True
@@ -45,6 +47,28 @@ class ScaledLosses:
         first = next(iter(outputs), None) if isinstance(outputs, (list, tuple)) else outputs
         scaler, *_ = self.by(first)
         return 1.0 if scaler is None else scale_of(scaler)
+
+    def begins_at(self, tensor: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """A backward pass begins at a loss: remember its ``scaler``; returns the loss without a factor, and its value.
+
+        None where these are not known, see ``by``.
+        """
+        self._loose = [one for one in self._loose if one() is not tensor]
+        self.scaler, loss, value = self.by(tensor)
+        return loss, value
+
+    def step_ends(self) -> None:
+        """Begin a new step."""
+        self.scaler = None
+        self._loose.clear()
+
+    def may_hold_gradients(self) -> bool:
+        """Whether the latest loss may be made of gradients with a GradScaler's factor on them.
+
+        Something was multiplied in this step, and is gone without a backward pass that began there: only
+        ``autograd.grad`` can have used it.
+        """
+        return self.scaler is not None and any(one() is None for one in self._loose)
 
     def divides(self, optimizer: Any) -> Any:
         """By what a GradScaler has divided the gradients of ``optimizer``, which is about to step; 1 where none has.

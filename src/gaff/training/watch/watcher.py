@@ -28,12 +28,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.compat import compiler
+from gaff.engine.process.optimizer import is_told_to_skip
 from gaff.engine.process.training_loop import Outer, Told
 from gaff.training.watch import forks, incidents
 from gaff.training.watch.batches import StepBatches
 from gaff.training.watch.flight_recorder import FlightRecorder
 from gaff.training.watch.looks import Looks
-from gaff.training.watch.losses import Losses
+from gaff.training.watch.losses import Losses, Noted
 from gaff.training.watch.model_calls import CallsTold, ModelCalls
 from gaff.training.watch.models import Model, Models
 from gaff.training.watch.optimizer_steps import OptimizerSteps, rate_of
@@ -209,12 +210,7 @@ class Watcher:
         self._steps.backward_begins(self._losses.count, losses, self._batches.latest, is_sampled=sampled is not None)
         self._losses.scaled.is_told = bool(owned)
         for at, loss, whose in owned:
-            noted = self._losses.note(loss, at, whose=whose or "", is_sampled=sampled is not None)
-            if noted.spike is not None and not self._batches.is_rest():
-                for spiked in incidents.of_spike(noted.spike, self.step, self._batches.kept):
-                    self.reporter.add(self._flight.keep_for(spiked, self._batches.kept), self.step)
-            if noted.is_nonfinite:
-                self._origin.find(f"the loss {noted.name!r}", self.step, sampled, loss=loss)
+            _tell_loss(self, self._losses.note(loss, at, whose=whose or "", is_sampled=sampled is not None), loss)
 
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
         """An optimizer is about to step: in a sampled step gradients and weights are counted, and NaN looked for."""
@@ -227,7 +223,9 @@ class Watcher:
         self._enter(LoopEvent.CLOSURE_BEGINS if has_closure else LoopEvent.STEP_BEGINS)
         sampled = self._looks.sampled
         self._steps.begins(optimizer, sampled, self._losses, has_closure=has_closure)
-        if sampled is not None and not has_closure and (bad := sampled.nonfinite_gradient()) is not None:
+        if sampled is None or has_closure or is_told_to_skip(optimizer):
+            return
+        if bad := sampled.nonfinite_gradient():
             self._origin.find(f"the gradient {bad[1]}", self.step, sampled, steep=self._losses.steep)
 
     def _step_ended(self, optimizer: Any) -> None:
@@ -300,6 +298,16 @@ class Watcher:
                                  scale=self._losses.scale, **steps.facts(self.step, sampled.runs.strays))  # fmt: skip
             self.reporter.look(sampled, steps.parameters(sampled.modules_called), self._losses.values())
         return sampled
+
+
+def _tell_loss(watcher: Watcher, noted: Noted, loss: Tensor) -> None:
+    """Tell of a loss that it jumps, or is not finite; not of one made of gradients that a GradScaler's factor is on, as
+    a penalty is, which overflows until the scaler has found its factor."""
+    if noted.spike is not None and not watcher._batches.is_rest():
+        for spiked in incidents.of_spike(noted.spike, watcher.step, watcher._batches.kept):
+            watcher.reporter.add(watcher._flight.keep_for(spiked, watcher._batches.kept), watcher.step)
+    if noted.is_nonfinite and not watcher._losses.scaled.may_hold_gradients():
+        watcher._origin.find(f"the loss {noted.name!r}", watcher.step, watcher._looks.sampled, loss=loss)
 
 
 def _tell_rest(watcher: Watcher) -> None:
