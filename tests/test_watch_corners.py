@@ -10,10 +10,12 @@ from torch.nn.utils import prune
 
 import gaff
 from gaff.errors import RecordError
+from gaff.inspection.nonfinite.unsafe_ops import unsafe_op
 from gaff.record.log import EVENT, SERIES, LogWriter
 from gaff.record.matrix import pack_series
 from gaff.record.statistics import EMPTY, Numbers
 from gaff.training.statistics import plain
+from gaff.training.watch import passes
 
 
 def watched(tmp_path, model, loss, optimizer=None, steps=6, **options):
@@ -466,3 +468,34 @@ def test_an_origin_is_found_in_a_model_that_holds_what_no_copy_takes(tmp_path, m
         optimizer.step()
     (found,) = [one for one in gaff.load(tmp_path / "run").findings if one.rule == "nonfinite"]
     assert found.site == "/log#0"
+
+
+def test_an_exception_of_the_programs_own_while_listening_ends_is_no_error_later(monkeypatch):
+    """A timeout by a signal handler, which may raise anywhere."""
+
+    class Interrupted:
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *exc):
+            raise TimeoutError
+
+    ahead = []
+    monkeypatch.setattr(passes, "pass_watch", Interrupted())
+    monkeypatch.setattr(passes, "AHEAD", ahead)
+    listener = passes.PassListener(lambda outputs: None, shield=None)
+    listener.switch(is_on=True)
+    assert len(ahead) == 1
+    with pytest.raises(TimeoutError):
+        listener.switch(is_on=False)
+    listener.switch(is_on=False)
+    assert ahead == []
+
+
+def test_a_logarithm_that_a_where_leaves_out_is_not_what_makes_a_loss_infinite():
+    model = nn.Linear(4, 3)
+    p = F.relu(model(torch.randn(8, 4)))
+    entropy = -torch.where(p > 0, p * torch.log(p), torch.zeros_like(p)).sum(1)
+    mask = torch.zeros(8)
+    assert unsafe_op((entropy * mask).sum() / mask.sum()) == "a division is by 0 at 1 of 1 elements"
+    assert unsafe_op(torch.where(p >= 0, p * torch.log(p), 0 * p).sum()).startswith("log is given 0 or less")

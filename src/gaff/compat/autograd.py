@@ -212,13 +212,16 @@ def nodes_behind(roots: Iterable[Node], stops: Iterable[Node] = ()) -> Iterator[
             waiting += [onward for onward, _ in node.next_functions if onward is not None]
 
 
-def nearest_nodes(tensor: Tensor, most: int) -> Iterator[Node]:
-    """The autograd nodes behind a tensor, the nearest first, each once, ``most`` of them at the most."""
+def nearest_nodes(tensor: Tensor, most: int, *, stops: tuple[str, ...] = ()) -> Iterator[Node]:
+    """The autograd nodes behind a tensor, the nearest first, each once, ``most`` of them at the most.
+
+    What lies behind nodes whose names begin with one of ``stops`` is left out, as are these.
+    """
     waiting: deque[Node] = deque(nodes_of([tensor]))
     seen: set[Node] = set()
     while waiting and len(seen) < most:
         node = waiting.popleft()
-        if node not in seen:
+        if node not in seen and not (stops and node.name().startswith(stops)):
             seen.add(node)
             yield node
             waiting += [onward for onward, _ in node.next_functions if onward is not None]

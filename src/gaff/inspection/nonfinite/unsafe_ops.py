@@ -15,6 +15,8 @@ from torch import Tensor
 from gaff.compat.autograd import kept_by, nearest_nodes
 
 _MOST_NODES = 1000  # behind a loss that is not finite
+_HEALING = ("WhereBackward", "MaskedFillBackward", "NanToNumBackward", "MaskedSelectBackward", "IndexBackward",
+            "MaximumBackward", "MinimumBackward", "ClampBackward", "ClampMinBackward", "ClampMaxBackward")  # fmt: skip
 _NEAR = 32  # behind one of a sampled step
 
 
@@ -83,10 +85,15 @@ def unsafe_op(loss: Tensor) -> str:
     """The op behind a loss that is not finite whose own result is not, in words; empty where there is none.
 
     Among the 1,000 nodes nearest to it the farthest one: those after it are given what it has made. What is given a NaN
-    is none. Waits for the device.
+    is none, and what lies behind an op that leaves elements out, as ``torch.where`` does, is told only where nothing
+    else is. Waits for the device.
     """
-    found = [one for one in _unsafe(nearest_nodes(loss, _MOST_NODES), is_steep=False) if int(one.found)]
-    return str(found[-1]) if found else ""
+    for stops in (_HEALING, ()):
+        nodes = nearest_nodes(loss, _MOST_NODES, stops=stops)
+        found = [one for one in _unsafe(nodes, is_steep=False) if int(one.found)]
+        if found:
+            return str(found[-1])
+    return ""
 
 
 def steep_ops(loss: Tensor) -> list[UnsafeOp]:

@@ -7,6 +7,7 @@ activations in large language models", 2024; Fedus et al. is "Switch transformer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from gaff.record.sample import Load, Sample
@@ -22,8 +23,8 @@ _LEAST_TOKENS = 64  # that each expert would have had in a balanced router, befo
     "step_not_finite",
     severity="error",
     means="the optimizer's step made NaN or inf of a gradient that is finite",
-    cause="numbers that the optimizer's own dtype does not hold: Adam's eps of 1e-8 is zero in float16, and squares of "
-    "gradients overflow there above 256; or a learning rate that is far too high",
+    cause="a learning rate or weight decay that is no finite number, or far too high; eps=0; or numbers that the "
+    "optimizer's own dtype does not hold: Adam's eps of 1e-8 is zero in float16, squares above 256 overflow there",
     remedy="keep weights in float32 and compute in float16 by torch.autocast; or eps=1e-4, and a lower learning rate",
     least=1,
     share=0.0,
@@ -36,7 +37,8 @@ def step_not_finite(sample: Sample, past: Past) -> Iterator[Hit]:
         if weight is None or gradient is None or update is None or not gradient.count:
             continue
         if update.nonfinite and not weight.nonfinite and not gradient.nonfinite:
-            yield Hit(key, gradient_rms=gradient.rms, nonfinite=update.nonfinite, dtype=one.dtype, lr=one.lr)
+            told = "" if math.isfinite(one.lr) else f"the learning rate is {one.lr}"
+            yield Hit(key, told, gradient_rms=gradient.rms, nonfinite=update.nonfinite, dtype=one.dtype, lr=one.lr)
 
 
 @rule(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from gaff.compat.autograd import backward_task
@@ -16,17 +17,18 @@ class PassListener:
     def __init__(self, begins: Callable[[Any], None], shield: Shield) -> None:
         self._begins = begins
         self._shield = shield
+        self._listening = ExitStack()
         self._is_on = False
 
     def switch(self, *, is_on: bool) -> None:
-        """Listen, or leave torch as it was."""
+        """Listen, or leave torch as it was; a signal handler of the program's may raise in the middle."""
         if is_on and not self._is_on:
-            pass_watch.__enter__()
+            self._listening.enter_context(pass_watch)
             AHEAD.append(self._ahead)
-        elif self._is_on and not is_on:
-            AHEAD.remove(self._ahead)
-            pass_watch.__exit__()
+            self._listening.callback(AHEAD.remove, self._ahead)
         self._is_on = is_on
+        if not is_on:
+            self._listening.close()
 
     def _ahead(self, outputs: Any) -> None:
         if backward_task() == -1 and self._shield.is_mine():
