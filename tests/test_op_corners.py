@@ -457,3 +457,95 @@ def test_an_op_that_returns_what_it_was_given_has_made_nothing():
     rows = {row.site: row for row in gaff.sites(Block(), torch.randn(2), ops=True).rows}
     assert [maker for _, maker in rows["/add#1"].inputs] == ["/add#0", "/relu_#0"]
     assert [maker for _, maker in rows["/mul#0"].inputs] == ["/add#0"]
+
+
+@torch.library.custom_op("gaff_corners::update_", mutates_args=("state",))
+def update_(a: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    state.add_(a)
+    return state * 2
+
+
+@torch.library.custom_op("gaff_corners::bump", mutates_args=("a",))
+def bump(a: torch.Tensor) -> None:
+    a.add_(1)
+
+
+@torch.library.custom_op("gaff_corners::scaled_dot_product_attention", mutates_args=())
+def others_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (one.transpose(1, 2) for one in (q, k, v))  # [batch, positions, heads, features]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous()
+
+
+def test_the_name_of_a_custom_op_tells_nothing_of_what_it_writes():
+    def forward(_, x):
+        a, state = x * 1, torch.ones_like(x)
+        return torch.stack([a, state, update_(a, state)])
+
+    model, x = Runs(forward), torch.tensor([-1.0, 2.0])
+    plain = model(x)
+    with gaff.edit(model, {"/update_": gaff.edits.scale(3)}):
+        edited = model(x)
+    assert torch.equal(edited, torch.stack([plain[0], plain[1], 3 * plain[2]]))
+
+
+def test_an_op_in_place_by_keywords_writes_to_its_input():
+    low = torch.full((2,), -0.1)
+
+    def forward(_, x):
+        y = x * 1
+        torch.clamp_(min=low, input=y)
+        return y
+
+    model, x = Runs(forward), torch.tensor([-1.0, 2.0])
+    with gaff.edit(model, {"/clamp_": gaff.edits.scale(2)}):
+        assert torch.equal(model(x), torch.tensor([-0.2, 4.0]))
+    assert torch.equal(low, torch.full((2,), -0.1))
+
+
+def test_an_edit_of_detach_in_place_is_written_into_the_tensor():
+    def forward(_, x):
+        h = x * 1
+        h.detach_()
+        return h + 0
+
+    model, x = Runs(forward), torch.ones(2, requires_grad=True)
+    with gaff.edit(model, {"/detach_": gaff.edits.scale(2)}):
+        out = model(x)
+    assert torch.equal(out, torch.full((2,), 2.0))
+    assert not out.requires_grad
+
+
+def test_attention_of_a_library_is_not_told_by_torchs_formula():
+    model, q = Runs(lambda _, q: others_attention(q, q, q)), torch.randn(1, 4, 2, 8)
+    address = "/scaled_dot_product_attention:weights"
+    with gaff.capture(model, address) as got:
+        model(q)
+    with pytest.raises(gaff.ExactnessError, match="is not torch's own"):
+        got[address]
+
+
+def test_an_op_that_returns_nothing_is_told_as_such():
+    def forward(_, x):
+        y = x * 1
+        bump(y)
+        return y
+
+    model = Runs(forward)
+    with pytest.raises(
+        gaff.NeverFiredError, match="it ran in the own forward of the model <Runs>, and returned nothing"
+    ):
+        with gaff.capture(model, "/bump"):
+            model(torch.ones(2))
+    with gaff.capture(model, "/bump:input[0]") as got:
+        model(torch.ones(2))
+    assert torch.equal(got["/bump:input[0]"], torch.ones(2))
+
+
+def test_ops_under_a_device_are_at_the_line_of_the_model():
+    def forward(_, x):
+        with torch.device("cpu"):
+            return x.relu() + 1
+
+    rows = gaff.sites(Runs(forward), torch.randn(2), ops=True)
+    assert "_device.py" not in str(rows)
+    assert "test_op_corners.py" in str(rows)

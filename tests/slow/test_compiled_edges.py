@@ -1583,3 +1583,127 @@ def test_a_gradient_that_compiled_autograd_hides_is_refused():
             loss.backward()
     with pytest.raises(gaff.GaffError, match="compiled autograd was switched on while the session was open"):
         got["2:grad_output"]
+
+
+class Remembering(nn.Linear):
+    """Keeps what it returned, as a cache or an auxiliary loss does."""
+
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
+class Kept(nn.Module):
+    """Writes into what its layer has returned, which the layer, or a hook on it, has kept."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.lin = kind(4, 4)
+        if kind is nn.Linear:
+            self.lin.register_forward_hook(self.keep)
+
+    @staticmethod
+    def keep(module, args, output):
+        module.last = output
+
+    def forward(self, x):
+        h = self.lin(x)
+        h.mul_(2)
+        return h + self.lin.last
+
+
+@pytest.mark.parametrize("kind", [Remembering, nn.Linear])
+def test_what_a_layer_returned_stays_the_tensor_that_somebody_keeps(kind):
+    torch.manual_seed(0)
+    model, x = Kept(kind), torch.randn(2, 3, 4)
+    plain = model(x)
+    compiled = torch.compile(model, backend="aot_eager")
+    with gaff.capture(compiled, "lin:grad_output"):
+        out = compiled(x)
+        out.sum().backward()
+    torch.testing.assert_close(out, plain)
+
+
+class Static(nn.Module):
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+
+class OfClass(nn.Module):
+    factor = 2.0
+
+    @classmethod
+    def forward(cls, x):
+        return x * cls.factor
+
+
+class Read(nn.Module):
+    @property
+    def forward(self):
+        return self.doubled
+
+    def doubled(self, x):
+        return x * 2
+
+
+@pytest.mark.parametrize("kind", [Static, OfClass, Read])
+def test_forwards_that_are_no_methods(tmp_path, kind):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 4)), torch.randn(3, 4)
+    plain = model(x)
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(x)
+    for one in (model, compiled):
+        with gaff.capture(one, "1", "1:grad_output") as got:
+            out = one(x)
+            out.sum().backward()
+        assert torch.equal(out, plain)
+        assert torch.equal(got["1"], 2 * model[0](x))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with gaff.watch(compiled, optimizer, out=tmp_path / "run", every=1) as watch:
+        out = compiled(x)
+        out.sum().backward()
+        optimizer.step()
+    assert torch.equal(out, plain)
+    assert watch.failure is None
+
+
+def test_keys_of_dicts_in_compiled_code_are_those_of_eager_code():
+    class Edges(nn.Module):
+        def forward(self, given):
+            return {key: 2 * value for key, value in given.items()}
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.edges = Edges()
+
+        def forward(self, given):
+            return sum(one.sum() for one in self.edges(given).values())
+
+    given = {
+        ("user", "rates", "item"): torch.ones(2),
+        1.5: torch.zeros(2),
+        "1.5": torch.full((2,), 3.0),
+        7: torch.ones(1),
+    }
+    model = torch.compile(Net(), backend="aot_eager")
+    with gaff.capture(model, "edges", "edges:input[0]") as got:
+        model(given)
+    for key, value in given.items():
+        assert torch.equal(got["edges:input[0]"][key], value)
+        assert torch.equal(got["edges"][key], 2 * value)
+
+
+def test_a_stance_that_the_program_sets_inside_a_session_stays():
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    model = nn.ReLU()
+    try:
+        with gaff.capture(model, "/relu"):
+            torch.compiler.set_stance("fail_on_recompile")
+            model(torch.ones(2))
+        assert compiler.stance() == "fail_on_recompile"
+    finally:
+        torch.compiler.set_stance("default")

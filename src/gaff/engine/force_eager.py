@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -43,12 +43,22 @@ def _force() -> ExitStack:
         forced.enter_context(recomputations.before_each(functools.partial(_as_before, before)))
         forced.callback(checkpoints.follow_regions(_eagerly, _BEGUN))
         try:
-            forced.enter_context(torch.compiler.set_stance("force_eager"))
+            forced.enter_context(_eager_stance())
         except RuntimeError as error:
             raise PlanError(
                 "a session cannot be opened inside compiled code: expected it around the call of what is compiled"
             ) from error
         return forced.pop_all()
+
+
+@contextmanager
+def _eager_stance() -> Iterator[None]:
+    """Compiled code runs eagerly inside; a stance that the program sets meanwhile, for good, is left to it."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+        now = stance()
+    if now != "force_eager":
+        torch.compiler.set_stance(now)
 
 
 def _eagerly(recompute: Callable[..., Any]) -> Callable[..., Any]:

@@ -242,7 +242,7 @@ def code_at(place: tuple[str, int]) -> str:
 
 def _weights_of(call: OpCall) -> tuple[str, str, str]:
     """Shape, dtype and a note of the weights of an op of attention; only the note where they cannot be told."""
-    weights = Weights(call.site.op or "", call.args, call.kwargs)
+    weights = Weights(call.site.op or "", call.func, call.args, call.kwargs)
     if weights.untold:
         return "", "", weights.untold
     shape = "x".join(map(str, weights.shape))

@@ -168,12 +168,12 @@ class Album:
         return f" ({', '.join(parts)})" if parts else ""
 
 
-def attention_of(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def attention_of(op: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The weights of an op of attention, which it does not return, of the first example and its first heads.
 
     None where they cannot be told, or where there are no heads.
     """
-    weights = Weights(op, args, kwargs)
+    weights = Weights(op, func, args, kwargs)
     if weights.untold or len(weights.shape) < 3 or not weights.shape[0]:
         return None
     with torch.no_grad():

@@ -240,7 +240,7 @@ def _picture_op(log: CallLog, call: OpCall, output: Any) -> None:
     assert album is not None
     with log.aside():
         op = call.site.op or ""
-        found = attention_of(op, call.args, call.kwargs) if op in ATTENTIONS else None
+        found = attention_of(op, call.func, call.args, call.kwargs) if op in ATTENTIONS else None
         if found is not None:
             album.add(name, found, is_attention=True)
         elif call.site.op == "softmax" and are_probabilities(output):

@@ -157,9 +157,9 @@ class ExitHook(HookInside):
 
     def in_graph(self, module: nn.Module, args: Any, kwargs: Any, output: Any, *, is_by_forward: bool) -> Any:
         """While Dynamo compiles: make the edits, tell what goes on. None, or what takes the output's place."""
-        is_copy = bool((self.acts or self.edits) and isinstance(module, nn.Linear) and is_view(output))
+        is_copy = bool((self.acts or self.edits) and shows_a_product(module, output))
         if is_copy:
-            output = output.clone()  # of a product in two dimensions that nobody else sees
+            output = output.clone()
         values: list[Tensor] = []
         what = structure_of(output, values)
         is_told = is_by_forward and has_gradients(what)
@@ -379,8 +379,8 @@ class LookHook(Receiver):
         if torch.compiler.is_exporting():
             return None
         before = output
-        if isinstance(module, nn.Linear) and is_view(output):
-            output = output.clone()  # of a product in two dimensions that nobody else sees
+        if shows_a_product(module, output):
+            output = output.clone()
         own: list[Tensor] = []
         structure_of(output, own)
         values: list[Tensor] = []
@@ -403,6 +403,19 @@ class LookHook(Receiver):
 
     def _outside(self, module: nn.Module, args: Any, output: Any) -> None:
         self.listener(module, args, output, None)
+
+
+def shows_a_product(module: nn.Module, output: Any) -> bool:
+    """Whether a module returns a view of a product in two dimensions that nobody else sees, so that a copy is the same.
+
+    A forward of somebody's own, or another hook, may keep what it shows.
+    """
+    if type(module).forward is not nn.Linear.forward or not is_view(output):
+        return False
+    for hook in module._forward_hooks.values():  # noqa: SIM110  # a generator is a frame, which Dynamo would come upon
+        if not hasattr(hook, "is_gaffs"):
+            return False
+    return True
 
 
 class LookHooks:

@@ -12,6 +12,7 @@ that tensor bring.
 from __future__ import annotations
 
 import functools
+import inspect
 from types import FunctionType, MethodType
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
@@ -31,7 +32,8 @@ class OwnForward:
 
     It runs what was there before: the method of the class, or an attribute of the user's or a ``StandIn``, which is
     wrapped. What is compiled itself stays as it is: torch guards what it calls. Counted over all sessions of the
-    process. The module is held weakly.
+    process. The module is held weakly. Where the class has a property of this name nothing can stand before it:
+    compiled code then knows of no hooks, which never fire.
     """
 
     _standing: ClassVar[WeakKeyDictionary[nn.Module, list[Any]]] = WeakKeyDictionary()  # how many, and ours
@@ -46,10 +48,12 @@ class OwnForward:
         before = module.__dict__.get("forward")
         own = before
         if before is None:
-            own = MethodType(_with_exits(_kind(module)), module)
+            plain = is_a_method(_kind(module))
+            own = MethodType(_with_exits(_kind(module)), module) if plain else _passing_on(module.forward)
         elif not compiler.is_compiled_function(before):
             own = _passing_on(before)
-        self._standing[module] = [1, Level(module, own)]
+        is_property = isinstance(inspect.getattr_static(type(module), "forward", None), property)
+        self._standing[module] = [1, None if is_property else Level(module, own)]
 
     def remove(self) -> None:
         """Count one less; with the last one what was there before comes back, unless somebody replaced it."""
@@ -61,7 +65,8 @@ class OwnForward:
         known[0] -= 1
         if not known[0]:
             del self._standing[module]
-            known[1].take_away()
+            if known[1] is not None:
+                known[1].take_away()
 
 
 def changes_output(module: nn.Module) -> bool:
@@ -83,9 +88,17 @@ def calls_exits(module: nn.Module) -> bool:
     another forward on it.
     """
     before = module.__dict__.get("forward")
+    if before is None and not is_a_method(_kind(module)):
+        return False
     others = [hook for hook in module._forward_hooks.values() if not hasattr(hook, "is_gaffs")]
     is_free = before is None or getattr(before, "__func__", None) is _with_exits(_kind(module))
     return is_free and not others and not torch_module._global_forward_hooks
+
+
+@functools.lru_cache(maxsize=1024)
+def is_a_method(kind: Any) -> bool:
+    """Whether the forward of a class is a method, and no static or class method, no property, and no other object."""
+    return isinstance(inspect.getattr_static(kind, "forward", None), FunctionType)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -93,12 +93,24 @@ def _write(value: Any, tensors: list[Tensor]) -> str:
     inside = children(value)
     if inside is None:
         return f"'{type(value).__name__}'"
+    if isinstance(value, Mapping):
+        inside = [(key if _is_literal(key) else told, child) for (told, child), key in zip(inside, value, strict=True)]
     kind = type(value)
     name = _KINDS.get(kind)
     if name is None:
         name = f"{kind.__module__}:{kind.__qualname__}"
     parts = [f"({key!r},{_write(child, tensors)})" for key, child in inside]
     return f"['{name}',{','.join(parts)}]"
+
+
+def _is_literal(key: Any) -> bool:
+    """Whether Python's own text of a key, as of a number or of a tuple of texts, reads as that key again."""
+    if isinstance(key, tuple):
+        for one in key:  # a generator is a frame, which Dynamo would come upon
+            if not _is_literal(one):
+                return False
+        return type(key) is tuple
+    return key is None or type(key) in (int, bool, str) or (type(key) is float and key - key == 0)
 
 
 @lru_cache(maxsize=1024)

@@ -24,10 +24,12 @@ from gaff.compat.modes import outside_modes, without_autocast
 from gaff.engine.clock import Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.ops.calls import OpEvent
+from gaff.engine.ops.names import is_torchs
 from gaff.engine.streams import Act, EditStream, Stream
 from gaff.keep import Part
 
 WRITTEN_OUT = "attention whose weights are edited was computed as softmax(query key^T) value, not by torch's fused op"
+OF_OTHERS = "an op of a library's of this name is not torch's own, and nothing tells what it computes"
 
 # What each argument is called, in torch's order; of flex_attention those of the op that its Python function calls.
 _SHARED = ("query", "key", "value")
@@ -46,11 +48,11 @@ class Weights:
     that the caller has laid into the rows of another one (``_packed``: how it was) are heads here.
     """
 
-    def __init__(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, op: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.is_flex = op == ATTENTIONS[1]  # which also returns sums and maxima of its scores
         self._given = {**dict(zip(_NAMES[op], args, strict=False)), **kwargs}
         self.edited: Tensor | None = None
-        self.untold = self._why_untold()
+        self.untold = self._why_untold() if is_torchs(func) else OF_OTHERS
         self._packed = self._unpack() if not (self.is_flex or self.untold) else ()
         self._is_grouped = self.is_flex or bool(self._given.get("enable_gqa") or self._packed)
         tensors = {name: value for name, value in self._given.items() if isinstance(value, Tensor)}
@@ -240,7 +242,7 @@ def attend(name: str, events: list[OpEvent], func: Any, args: tuple[Any, ...], k
     asked = (one for node in nodes for one in (*node.exit.taps, *node.exit.acts))
     if not any(isinstance(one, (WeightsTap, WeightsChange)) for one in asked):
         return func(*args, **kwargs)
-    weights = Weights(name, args, kwargs)
+    weights = Weights(name, func, args, kwargs)
     new = _edited(weights, events)
     output = func(*args, **kwargs) if new is None or weights.is_flex else new
     for event in events:

@@ -21,7 +21,7 @@ from gaff.compat.memory import Mark
 from gaff.engine.clock import Clock, Frame, Run, end_call
 from gaff.engine.crossing import Crossing
 from gaff.engine.node import Node
-from gaff.engine.ops.names import find_place
+from gaff.engine.ops.names import find_place, is_torchs
 from gaff.errors import PlanError
 
 MOVED = "another line of the code ran as this op in a later call: which op has which number depends on the path taken"
@@ -197,14 +197,13 @@ class Written:
 
     ``target`` is that tensor; None for an op that writes into none. An edited op works on a copy of it: backward may
     keep what the op itself made, and the edit must not write over it. The edited value is copied into ``target`` at
-    the end.
+    the end. Of an op that is not torch's own the name tells nothing: see ``Unseen``.
     """
 
-    def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.is_reshaped = name in _RESHAPING
-        writes = name.endswith("_") or name == "setitem" or bool(kwargs.get("inplace"))
-        names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
-        self.key: int | str = 0 if args else next(iter(names), 0)
+        writes = (name.endswith("_") or name == "setitem" or bool(kwargs.get("inplace"))) and is_torchs(func)
+        self.key: int | str = 0 if args else "self" if "self" in kwargs else "input"
         found = self.of(args, kwargs) if writes else None
         self.target = found if isinstance(found, Tensor) else None
 
@@ -249,7 +248,8 @@ class Unseen:
         ``has_values``: whether an edit changes what the op returns. Events are told where that is what it wrote into.
         """
         try:
-            is_output = self._check(events[0].name, output, has_values=has_values)
+            name = events[0].name
+            is_output = self._check(name, output, has_values=has_values) or name == "detach_"  # which counts no write
             for event in events:
                 event.is_rewritten = is_output and event.has_values
         except PlanError as error:

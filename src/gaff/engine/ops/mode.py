@@ -343,7 +343,7 @@ class OpMode(TorchFunctionMode):
         if len(events) > 1:
             events.sort(key=lambda event: not event.part.scope.is_edit)
         try:
-            written, given = Written(name, args, kwargs), (args, kwargs)
+            written, given = Written(name, func, args, kwargs), (args, kwargs)
             args, kwargs, heard = enter_op(events, func, args, kwargs)
             has_values = any(event.has_values for event in events)
             target = written.target_of(args, kwargs, has_values=has_values)
@@ -386,6 +386,7 @@ def _left(events: list[OpEvent], output: Any, written: Written | None, args: Any
     elif output is None:
         for event in events:
             event.count()
+            event.row.is_silent = True
     return output
 
 

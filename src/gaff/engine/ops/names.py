@@ -29,7 +29,17 @@ _NO_OPS = re.compile(
     r"reduce\w*|setstate|array\w*|cuda_array_interface|dlpack\w*|set|delete)__"
 )
 _TORCH = os.path.dirname(torch.__file__)
-_OWN_FILES = ("overrides.py", "functional.py", "_tensor.py", "_jit_internal.py", "_contextlib.py", "_VF.py", "_ops.py")
+_OWN_FILES = ("overrides.py", "functional.py", "_tensor.py", "_jit_internal.py", "_contextlib.py", "_VF.py", "_ops.py",
+              "_device.py")  # fmt: skip
+
+
+def is_torchs(func: Any) -> bool:
+    """Whether an op is torch's own, of which the name tells what it does: no custom op, no function of a library's."""
+    module = str(getattr(func, "__module__", None) or "torch")  # a method of Tensor has none
+    if module.startswith("torch._ops."):
+        return module in ("torch._ops.aten", "torch._ops.prims")
+    return module == "torch" or module.startswith("torch.")
+
 
 COMPOSITES = ("multi_head_attention_forward",)
 NAMES: dict[Any, str] = {}  # by function: what ``name_of`` has found

@@ -54,7 +54,7 @@ class NamedOps:
     came.
     """
 
-    __slots__ = ("has_left_out", "is_wanted", "looks", "name", "nodes", "scope", "wants")
+    __slots__ = ("has_left_out", "is_silent", "is_wanted", "looks", "name", "nodes", "scope", "wants")
 
     def __init__(self, scope: Scope, name: str, wants: list[Want], *, is_wanted: bool) -> None:
         self.scope = scope
@@ -64,6 +64,7 @@ class NamedOps:
         self.nodes: list[OpNode | None] = []
         self.looks = _LOOKS
         self.has_left_out = False
+        self.is_silent = False  # the last one has returned nothing
 
     def leave_out(self) -> None:
         """Leave out an op inside a torch.func transform, unnumbered: its values are wrappers that mean nothing outside.
@@ -161,6 +162,10 @@ class Scope:
             rows = [row for row in list(self.rows.values()) if want in row.wants]  # a thread may go on adding
             if not any(len(row.nodes) > (want.site.op_index or 0) for row in rows):
                 want.stream.skip(f"there is no such op in {where}, which ran {ran}{self._hint(want.site)}")
+            elif want.site.port != "input" and all(row.is_silent for row in rows):
+                silent = {id(one): one for row in rows for node in row.nodes if node for one in node.streams}
+                for stream in silent.values():
+                    stream.skip(f"it ran in {where}, and returned nothing: ask for what it is given, as :input")
 
     def _hint(self, site: Site) -> str:
         """Where the weights of attention are to be had, for who asked for them where they are not."""

@@ -70,7 +70,7 @@ def observe_fused(numbers: Accumulator, key: Key, args: tuple[Any, ...], kwargs:
     masked; ``first_key``: the mean weight of the first key; ``logit``: the largest score. Waits for no device. Returns
     why nothing can be told, empty if it can.
     """
-    weights = Weights(ATTENTION, *_of_first(args, kwargs))
+    weights = Weights(ATTENTION, torch._C._nn.scaled_dot_product_attention, *_of_first(args, kwargs))
     if weights.untold:
         return weights.untold
     queries, keys = weights.shape[-2:]
