@@ -108,3 +108,70 @@ def test_a_text_is_no_list_of_sites(tmp_path):
 def test_features_of_whole_numbers_are_refused():
     with pytest.raises(gaff.PlanError, match="no floating type"):
         ray.Extract(lambda: nn.Linear(2, 2), [":output"], ["x"], dtype=torch.int8)
+
+
+class TwoTexts(nn.Module):
+    """The embedded tokens of two texts of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Embedding(100, 3), nn.Embedding(100, 3)
+
+    def forward(self, input_ids, attention_mask, decoder_input_ids=None, decoder_attention_mask=None):
+        self.first(input_ids)
+        return self.second(input_ids if decoder_input_ids is None else decoder_input_ids)
+
+
+PADDED = {
+    "input_ids": torch.tensor([[0, 0, 11, 12], [0, 13, 14, 15]]),
+    "attention_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]),
+    "decoder_input_ids": torch.tensor([[21, 22, 23, 0], [24, 25, 0, 0]]),
+    "decoder_attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]),
+}
+
+
+def harvested(tmp_path, site, batch=PADDED, **options):
+    return gaff.harvest(TwoTexts(), [batch], site, out=tmp_path / "acts", progress=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("mask", "tokens", "positions"),
+    [
+        ("decoder_attention_mask", [21, 22, 23, 24, 25], [0, 1, 2, 0, 1]),
+        ("attention_mask", [11, 12, 13, 14, 15], [0, 1, 0, 1, 2]),
+    ],
+)
+def test_tokens_and_positions_are_those_of_the_text_whose_mask_was_named(tmp_path, mask, tokens, positions):
+    store = harvested(tmp_path, "second", rows="token", mask=mask)
+    assert store.labels["token"][:].tolist() == tokens
+    assert store.labels["position"][:].tolist() == positions
+
+
+def test_a_mask_of_one_of_two_texts_is_to_be_named(tmp_path):
+    with pytest.raises(gaff.PlanError, match="and 'decoder_attention_mask' of the same shape"):
+        harvested(tmp_path, "second", rows="token")
+    longer = {**PADDED, "decoder_input_ids": torch.ones(2, 5).long(), "decoder_attention_mask": torch.ones(2, 5).long()}
+    with pytest.raises(gaff.SiteError, match="mask='decoder_attention_mask' is of another text"):
+        harvested(tmp_path / "longer", "second", longer, rows="token")
+
+
+def test_tokens_of_positions_are_told_where_there_is_one_text(tmp_path):
+    one = {name: PADDED[name] for name in ("input_ids", "attention_mask")}
+    assert harvested(tmp_path / "one", "first", one, rows="position").labels["token"][:].tolist() == [
+        0,
+        0,
+        11,
+        12,
+        0,
+        13,
+        14,
+        15,
+    ]
+    assert "token" not in harvested(tmp_path / "two", "second", rows="position").labels
+
+
+def test_tokens_of_a_mask_without_ids_of_its_own_are_left_out(tmp_path):
+    without = {name: value for name, value in PADDED.items() if name != "decoder_input_ids"}
+    store = harvested(tmp_path, "second", without, rows="token", mask="decoder_attention_mask")
+    assert "token" not in store.labels
+    assert store.labels["position"][:].tolist() == [0, 1, 2, 0, 1]

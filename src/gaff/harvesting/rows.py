@@ -27,7 +27,7 @@ class Selection:
     """
 
     def __init__(self, given: Numbered, rows: Rows | Callable[[Any], Tensor], mask: str | None) -> None:
-        self._given, self._rows = given, rows
+        self._given, self._rows, self._named = given, rows, mask if rows == "token" and mask else _MASK
         self._size = len(given.samples)
         self._mask: Tensor | None = None
         self._shape: tuple[int, ...] = (self._size,)
@@ -35,9 +35,11 @@ class Selection:
         if callable(rows):
             self._set(_as_mask(rows(given.batch), "rows()"))
         elif rows == "token":
-            found = _known(given, mask or _MASK)
+            found = _known(given, self._named)
             if found is not None:
-                self._set(_as_mask(found, f"the mask {mask or _MASK!r}"))
+                self._set(_as_mask(found, f"the mask {self._named!r}"))
+                if mask is None and (alike := [one for one in _texts(given.batch) if one != _MASK]):
+                    self._refuse_several(alike)
             elif mask is not None:
                 raise PlanError(f"mask={mask!r} is not in the batch: expected a key of it")
             elif others := _other_masks(given.batch):
@@ -46,7 +48,7 @@ class Selection:
                     "mask= with the key that tells padding, or rows='position' for every position"
                 )
         if self._mask is None and self._dims > 1:
-            tokens = _tokens(given)
+            tokens = self._tokens()
             if isinstance(tokens, Tensor) and tokens.dim() == self._dims:
                 self._shape = tuple(tokens.shape)
 
@@ -84,18 +86,21 @@ class Selection:
         elif self._mask is not None and leading == self._shape:
             return value[self._mask.to(value.device)].cpu()
         expected = list(self._shape) if len(self._shape) == self._dims else [self._size, "positions"]
+        others = [one for one in _texts(self._given.batch) if one != self._named] if self._rows == "token" else []
+        way = f"mask={others[0]!r} is of another text; " if others else ""
         raise SiteError(
             f"{address}: has shape {list(value.shape)}: expected it to begin with {expected}, as rows={self._rows!r} "
-            "says; reduce= can put that in front, such as lambda x: x.transpose(0, 1)"
+            f"says; {way}reduce= can put that in front, such as lambda x: x.transpose(0, 1)"
         )
 
     def labels(self, own: Mapping[str, Any]) -> dict[str, Tensor]:
         """By name: what is known of each row, after the values were taken. ``own``: the user's columns of the batch.
 
-        ``sample`` (int64), and of positions ``position`` (int32) and ``token`` (where the batch has ``input_ids``). A
-        position is counted from the first one that the attention mask tells, so that it does not depend on the other
-        samples of a batch that is padded on the left; of ``rows="position"`` from the first, padding or not; and
-        through all dimensions of a mask with more than two.
+        ``sample`` (int64), and of positions ``position`` (int32) and ``token``, where it is known of which text: of a
+        mask such as ``decoder_attention_mask`` it is in ``decoder_input_ids``; of ``rows="position"``, and of masks of
+        other names, in ``input_ids``, where the batch has no other text. A position is counted from the first one that
+        the mask tells, so that it does not depend on the other samples of a batch that is padded on the left; of
+        ``rows="position"`` from the first, padding or not; and through all dimensions of a mask with more than two.
         """
         places = (
             torch.ones(self._shape, dtype=torch.bool, device="cpu") if self._mask is None else self._mask
@@ -103,7 +108,7 @@ class Selection:
         labels = {"sample": self._given.samples[places[:, 0]]}
         if self._dims > 1:
             labels["position"] = self._positions(places).to(torch.int32)
-            tokens = _tokens(self._given)
+            tokens = self._tokens()
             if tokens is not None and tuple(tokens.shape) == self._shape:
                 labels["token"] = tokens.cpu()[tuple(places.T)]
         for name, values in own.items():
@@ -117,10 +122,27 @@ class Selection:
         found = places[:, 1]
         for dim, size in enumerate(self._shape[2:], 2):
             found = found * size + places[:, dim]
-        mask = _known(self._given, _MASK) if self._rows != "position" else None
+        mask = _known(self._given, self._named) if self._rows != "position" else None
         if not isinstance(mask, Tensor) or tuple(mask.shape) != self._shape or len(self._shape) != 2:
             return found
         return found - (mask.cpu() != 0).int().argmax(1)[places[:, 0]]
+
+    def _tokens(self) -> Tensor | None:
+        """The ids of the tokens of the text that rows are of; None where there are none, or nobody tells of which."""
+        prefix = self._named.removesuffix(_MASK)
+        if self._named.endswith(_MASK) and prefix:
+            return _ids(self._given, f"{prefix}{_TOKENS}")
+        is_told = self._rows == "token" and self._named == _MASK
+        return _ids(self._given, _TOKENS) if is_told or not _other_tokens(self._given.batch) else None
+
+    def _refuse_several(self, masks: list[str]) -> None:
+        """Raises PlanError where another text of the batch has as many positions, so that no shape tells them apart."""
+        shapes = [getattr(_known(self._given, one), "shape", None) for one in masks]
+        if self._shape in [None if one is None else tuple(one) for one in shapes]:
+            raise PlanError(
+                f"rows='token' finds {_MASK!r} in the batch and {', '.join(map(repr, masks))} of the same shape "
+                f"{list(self._shape)}: expected mask= with the one of the text that these sites are of"
+            )
 
     def of_samples(self, name: str, values: Tensor) -> Tensor:
         """What is known of each sample, for each row."""
@@ -172,13 +194,26 @@ def _known(given: Numbered, key: str) -> Any:
     return next((one for one in found if one is not None), None)
 
 
-def _tokens(given: Numbered) -> Tensor | None:
-    """The ids of a batch's tokens as a tensor; None where it has none, or ragged ones."""
-    found = _known(given, _TOKENS)
+def _ids(given: Numbered, key: str) -> Tensor | None:
+    """The ids of a batch's tokens under a key as a tensor; None where it has none, or ragged ones."""
+    found = _known(given, key)
     try:
         return None if found is None else torch.as_tensor(found, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return None
+
+
+def _texts(batch: Any) -> list[str]:
+    """The attention masks of a batch that has several texts, one each: the mask of a decoder, of one tower of two."""
+    keys = {key for key in (batch.keys() if hasattr(batch, "keys") else ()) if isinstance(key, str)}
+    prefixes = sorted(key.removesuffix(_MASK) for key in keys if key.endswith(_MASK))
+    return [f"{one}{_MASK}" for one in prefixes if one in ("", "decoder_") or f"{one}{_TOKENS}" in keys]
+
+
+def _other_tokens(batch: Any) -> list[str]:
+    """The keys of a batch that are called ids of tokens, but for the usual one."""
+    keys = list(batch.keys()) if hasattr(batch, "keys") else []
+    return [key for key in keys if isinstance(key, str) and key.endswith(_TOKENS) and key != _TOKENS]
 
 
 def _other_masks(batch: Any) -> list[str]:
