@@ -731,7 +731,7 @@ def test_numbers_of_numpy_are_numbers():
         assert edit.change(torch.ones(3), edits.Event()).shape == (3,)
         assert gaff.Plan.edit({"a": edit}).to_json()
     assert edits.patch(torch.zeros(3), rows=numpy.array([1])).rows == ((1, 1),)
-    for wrong in (lambda: edits.fill(torch.ones(4)), lambda: edits.patch(torch.ones(2), rows=True)):
+    for wrong in (lambda: edits.clamp(torch.ones(4)), lambda: edits.patch(torch.ones(2), rows=True)):
         with pytest.raises(gaff.PlanError):
             wrong()
 

@@ -659,3 +659,37 @@ def test_the_share_of_a_module_that_was_left_by_an_exception_is_edited():
     with gaff.edit(model, {"left:grad_input": edits.scale(2.0)}):
         model(torch.randn(3, WIDTH)).sum().backward()
     assert torch.equal(model.lin.bias.grad, torch.full((WIDTH,), 3 * (1 + 2 * 3.0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mean_vector_takes_the_place_of_every_position(dtype):
+    model, mean = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(dtype), torch.randn(4)
+    with gaff.edit(model, {"0": gaff.edits.fill(mean)}):
+        for length in (5, 1):  # as a prompt and a step of ``generate``
+            out = model(torch.randn(2, length, 4, dtype=dtype))
+            assert torch.equal(out, mean.to(dtype).expand(2, length, 4).relu())
+    with gaff.edit(model, {"0": gaff.edits.at(gaff.keep.positions(1), gaff.edits.fill(mean))}):
+        x = torch.randn(2, 3, 4, dtype=dtype)
+        out = model(x)
+    plain = model(x)
+    assert torch.equal(out[:, 1], mean.to(dtype).expand(2, 4).relu())
+    assert torch.equal(out[:, [0, 2]], plain[:, [0, 2]])
+
+
+def test_a_fill_is_a_tensor_of_its_own_through_which_gradients_flow_to_the_vector():
+    model, vector = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), torch.ones(4, requires_grad=True)
+    with gaff.edit(model, {"0": gaff.edits.fill(vector)}):
+        model(torch.randn(3, 4)).sum().backward()
+    assert torch.equal(vector.grad, torch.full((4,), 3.0))
+    assert torch.equal(vector.detach(), torch.ones(4))
+    assert model[0].weight.grad is None
+
+
+def test_what_does_not_broadcast_is_no_fill():
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(gaff.PlanError, match=r"fill with shape \[3\] where \[2, 4\] passes"):
+        with gaff.edit(model, {"0": gaff.edits.fill(torch.ones(3))}):
+            model(torch.ones(2, 4))
+    with pytest.raises(gaff.PlanError, match=r"edits\.fill\(tensor\) broadcasts"):
+        with gaff.edit(model, {"0": gaff.edits.replace(torch.ones(4))}):
+            model(torch.ones(2, 4))

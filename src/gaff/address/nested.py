@@ -263,7 +263,10 @@ def put(value: Any, key: Key, new: Tensor, after: list[Callable[[], object]] | N
                 if after is not None and (is_settable or isinstance(value, (list, MutableMapping))):
                     after.append(partial(_bring_back, value, made, _items(made)))
                 return made
-    raise PlanError(f"a {type(value).__name__} cannot be given another tensor at {print_key(key)}: edit it elsewhere")
+    raise PlanError(
+        f"a {type(value).__name__} cannot be given another tensor at {print_key(key)}: edit it where a module returned "
+        "it, before it was put in (names:attn.k.N and attn.v.N of a cache)"
+    )
 
 
 def _items(container: Any) -> dict[Any, Any]:

@@ -66,12 +66,13 @@ def add(direction: float | Tensor, strength: float = 1.0) -> Add:
     return Add(_need_factor(direction, "direction"), _need_number(strength, "strength"))
 
 
-def fill(value: float) -> Fill:
-    """Put ``value`` everywhere; no gradient flows to what was there.
+def fill(value: float | Tensor) -> Fill:
+    """Put ``value`` everywhere, a number or a tensor that broadcasts; no gradient flows to what was there.
 
-    ``scale(0.0)`` keeps the way of the gradient, and passes infinities on as NaN.
+    So a mean over a data set, ``[width]``, ablates by it, also step by step in ``generate``. ``scale(0.0)`` keeps the
+    way of the gradient, and passes infinities on as NaN.
     """
-    return Fill(_need_number(value, "value"))
+    return Fill(_need_factor(value, "value"))
 
 
 def zero() -> Fill:

@@ -72,23 +72,41 @@ class Add:
 
 @dataclass(frozen=True, eq=False)
 class Fill:
-    """``value`` everywhere; no gradient flows to what was there."""
+    """``value`` everywhere, a number or a tensor that broadcasts; no gradient flows to what was there."""
 
-    value: float
+    value: float | Tensor
     is_pure = True
-    acts_on_parts = True
     uses_event = False
+    _known: Known = field(default_factory=Known, init=False, repr=False)
+
+    @property
+    def acts_on_parts(self) -> bool:
+        """True for a number: a tensor may broadcast to the whole."""
+        return not isinstance(self.value, Tensor)
 
     @property
     def keeps_zero(self) -> bool:
         """Only zeros leave the elements that a sparse tensor does not store as they are."""
-        return self.value == 0
+        return not isinstance(self.value, Tensor) and self.value == 0
 
     is_linear = keeps_zero
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
-        """A new constant tensor. Raises PlanError for a number that the type has not, as integers no fraction."""
-        return torch.full_like(tensor, number("fill with", self.value, tensor))
+        """A new constant tensor. Raises PlanError for a number that the type has not, as integers no fraction, and for
+        a tensor that does not broadcast."""
+        if not isinstance(self.value, Tensor):
+            return torch.full_like(tensor, number("fill with", self.value, tensor))
+        need_broadcast(self.value, tensor)
+        return like(self.value, tensor, self._known).expand_as(tensor).clone(memory_format=torch.contiguous_format)
+
+
+def need_broadcast(value: Tensor, tensor: Tensor) -> None:
+    """Raise PlanError where a value does not broadcast to what passes."""
+    sizes = zip(reversed(value.shape), reversed(tensor.shape), strict=False)
+    if value.dim() > tensor.dim() or any(one not in (1, whole) for one, whole in sizes):
+        raise PlanError(
+            f"fill with shape {list(value.shape)} where {list(tensor.shape)} passes: expected what broadcasts to it"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,6 +24,7 @@ from gaff.edits.arithmetic import (
     Scale,
     Stop,
     clipped,
+    need_broadcast,
     orthonormal,
     outside,
     wide,
@@ -155,7 +156,15 @@ def _add(edit: Add) -> Change:
 
 
 def _fill(edit: Fill) -> Change:
-    """``Fill``: a number copied everywhere, since ``full_like`` takes no number from a tensor."""
+    """``Fill``: a number copied everywhere, since ``full_like`` takes no number from a tensor; or a tensor."""
+    if isinstance(edit.value, Tensor):
+        whole, given = edit.value, _constant(edit.value)
+
+        def change(tensor: Tensor) -> Tensor:
+            need_broadcast(whole, tensor)
+            return given(tensor).expand_as(tensor).clone(memory_format=torch.contiguous_format)
+
+        return change
     value = _given("fill with", edit.value)
     return lambda tensor: torch.empty_like(tensor).copy_(value(tensor))
 

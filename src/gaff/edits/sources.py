@@ -55,7 +55,10 @@ class Replace:
         """A copy of the value, on the device and in the dtype of the tensor. Raises PlanError where shapes differ."""
         value = logical(self.value)
         if value.shape != tensor.shape:
-            raise PlanError(f"replacement of shape {_text(value)} given where {_text(tensor)} passes")
+            raise PlanError(
+                f"replacement of shape {_text(value)} given where {_text(tensor)} passes: expected the same shape; "
+                "edits.fill(tensor) broadcasts"
+            )
         known = self._known if value is self.value else None
         return _copied(like(value, tensor, known))  # the model may write into what it is given
 
@@ -165,7 +168,8 @@ def need_rows(rows: Tensor, tensor: Tensor) -> None:
     """Raise PlanError where a reference has no examples, or such as have another shape than a row of ``tensor``."""
     if not tensor.dim() or not len(rows) or rows.shape[1:] != tensor.shape[1:]:
         raise PlanError(
-            f"reference of shape {_text(rows)} given where {_text(tensor)} passes: expected rows of equal shape"
+            f"reference of shape {_text(rows)} given where {_text(tensor)} passes: expected rows of equal shape; "
+            "edits.fill(rows.mean(0)), say, puts what broadcasts everywhere"
         )
 
 

@@ -323,11 +323,12 @@ def raise_if_silent(receipt: Receipt, excused: AbstractSet[str] = frozenset()) -
     if any(row.site.rpartition(":")[2].partition("[")[0] in ("grad", *GRADIENT_PORTS) for row in rows):
         hint = "a gradient needs backward() inside the session, and a module that returned (gaff.take may stop before)"
     elif not receipt.runs:
-        hint = "the model was never called inside the session (or only inside a backward pass, or on another thread)"
+        hint = "the model was never called inside the session (or only inside a backward pass, or on another thread, "
+        hint += "where threads='all' looks, too)"
     else:
         hint = "the modules were not called in these runs, or did not return"
         hint += ", or not so often" if any("@" in name for name in silent) else ""
-        hint += ", or only on another thread"
+        hint += ", or only on another thread, where threads='all' looks, too"
     why = reasons[0] if reasons else hint
     raise NeverFiredError(
         f"{names} never fired in {counted(receipt.runs, 'run')}: {why}; "

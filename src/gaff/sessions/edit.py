@@ -362,9 +362,12 @@ def _need_no_tuple(module: nn.Module, site: Site) -> None:
     kinds.discard(type(None))
     is_told = bool(kinds) and all(isinstance(one, type) and issubclass(one, tuple) for one in kinds)
     if isinstance(module, nn.RNNBase) or is_told or makes_tuples(forward):
+        names = [name for name in inspect.signature(forward).parameters if name not in ("self", "args", "kwargs")]
+        first = names[0] if names else "x"
         raise PlanError(
             f"{site}: {type(module).__name__} returns a tuple, which a tensor cannot stand in for: expected a function "
-            "of the module's arguments, such as edits.skip(lambda x, *args, **kwargs: (x, None))"
+            f"of the module's arguments that returns as many values, such as edits.skip(lambda {first}, *args, "
+            f"**kwargs: ({first}, None)); or, so that it adds nothing, edits.zero() at its output [0]"
         )
 
 
