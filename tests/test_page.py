@@ -736,3 +736,43 @@ def test_the_page_is_as_sure_as_the_verdict(tmp_path):
     assert (verdict.state, verdict.certainty) == ("wrong", "likely")
     told = document([gaff.load(tmp_path / "run")]).head["runs"][0]["about"]["state"]
     assert told == str(verdict).partition(":")[0] == "wrong, probably"
+
+
+def test_beside_the_ends_of_buckets_the_latest_number_of_each_site_is_kept(tmp_path):
+    record = long_run(tmp_path / "run", 1300)
+    page = document([record])
+    run = page.head["runs"][0]
+    for group in run["groups"]:
+        for stat in ("rms", "mean"):
+            ends = group["stats"].get(stat)
+            if ends is None:
+                continue
+            assert ("now" in ends) is ("latest" not in ends)
+    latest = rows_of(page, "rms", "now")["train", "fc1.weight:grad"][1]
+    assert latest == [pytest.approx(record.series("fc1.weight:grad", "rms").values[-1], rel=4e-3)]
+
+
+def test_joined_steps_have_their_mean_beside_the_highest_and_the_lowest(tmp_path):
+    run = MadeRun(tmp_path / "run")
+    losses = [math.nan if step == 5 else float(step % 7) for step in range(9000)]
+    run.log.write(SERIES, pack_series({"step": [float(step) for step in range(9000)], "loss:l": losses}))
+    run.log.close()
+    page = document([load(tmp_path / "run")])
+    told = page.head["runs"][0]["scalars"]
+    steps, high = unpacked(page, told["chunk"])
+    low, mean = unpacked(page, told["low"])[1], unpacked(page, told["mean"])[1]
+    assert len(steps) == 4000
+    begins = [0, *(int(step) + 1 for step in steps[:-1])]
+    for begin, end, *values in list(zip(begins, steps, high, low, mean, strict=True))[::97]:
+        known = [one for one in losses[begin : int(end) + 1] if not math.isnan(one)]
+        assert values == [max(known), min(known), pytest.approx(sum(known) / len(known))]
+
+
+def test_runs_of_one_name_are_told_by_the_folders_around_them(tmp_path):
+    for one in ("first", "second"):
+        (tmp_path / one).mkdir()
+    records = [load(make(tmp_path / one / "run")) for one in ("first", "second")]
+    page = document(records)
+    assert [run["name"] for run in page.head["runs"]] == ["first/run", "second/run"]
+    assert page.head["title"] == "first/run, second/run"
+    assert document(records[:1]).head["title"] == "run"

@@ -425,3 +425,18 @@ def test_a_rate_that_is_gone_once_all_is_learned_is_no_fault_after_a_warm_up_eit
     case = RunCase((), 960, 50, {"loss": Curve.of(loss)}, Curve.of(rate))
     assert case.has_settled
     assert claims(case) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "since"),
+    [((0.3, math.nan), 20), ((0.3, math.nan, 0.2), None), ((math.inf,), 10), ((math.nan, 0.2, math.nan), 30)],
+)
+def test_an_evaluation_that_came_to_nothing_is_told(values, since):
+    pairs = tuple((10 * (at + 1), value) for at, value in enumerate(values))
+    case = RunCase((), 200, 50, {"loss": curve(falling())}, evaluated=Evaluations({"mse_loss": pairs}))
+    told = judge(case)
+    assert (told.name == "evaluation_not_finite") is (since is not None)
+    if since is not None:
+        assert told.state == "wrong"
+        assert told.since == since
+        assert "mse_loss" in told.cause

@@ -211,10 +211,10 @@ class LineChart implements Kept<Chart> {
         height: this.height,
         legend: { show: false },
         cursor: { points: { size: 6 }, drag: { x: true, y: false, setScale: false }, ...(given.zoom ? { sync: { key: "steps", scales: ["x", null] } } : {}) },
-        scales: { x: { time: false }, y: given.isLog ? { distr: 3 } : { range: (_: uPlot, low: number | null, high: number | null) => reach(low, high) } },
+        scales: { x: { time: false }, y: given.isLog ? { distr: 3, range: (_: uPlot, low: number | null, high: number | null) => decadesAround(low, high) } : { range: (_: uPlot, low: number | null, high: number | null) => reach(low, high) } },
         axes: [
           { ...axis, ...(given.xText ? { values: (_: uPlot, splits: number[]) => splits.map((x) => (Number.isInteger(x) && x >= 0 && x < given.x.length ? tickName(given.xText!(x), given.x.length) : "")) } : { values: (_: uPlot, splits: number[]) => splits.map((x) => (isWhole && !Number.isInteger(x) ? "" : number(x))) }) },
-          { ...axis, ...(given.isLog ? { grid: { ...axis.grid, filter: decades }, ticks: { ...axis.ticks, filter: decades } } : {}), size: 64, values: (_: uPlot, splits: number[]) => splits.map((value) => (value === null ? "" : number(value))) },
+          { ...axis, ...(given.isLog ? { grid: { ...axis.grid, filter: decades }, ticks: { ...axis.ticks, filter: decades }, splits: (_: uPlot, __: number, low: number, high: number) => logSplits(low, high), filter: (_: uPlot, splits: number[]) => splits } : {}), size: 64, values: (_: uPlot, splits: number[]) => splits.map((value) => (value === null ? "" : number(value))) },
         ],
         series,
         bands,
@@ -282,10 +282,10 @@ class LineChart implements Kept<Chart> {
       h("span", { class: "quiet" }, x === null || x === undefined ? given.xName : (given.xText ?? ((value: number) => `${given.xName} ${number(value)}`))(x)),
       ...given.curves.filter((one) => !one.isFaint).map((curve) => {
         const place = given.curves.indexOf(curve);
-        const value = at === null ? null : curve.values[at];
+        const [value, low] = at === null ? [null, null] : [curve.values[at], curve.low?.[at]];
         const mark = h("span", { class: curve.isSparse ? "stroke dots" : curve.isDashed ? "stroke dashed" : "stroke" });
         mark.style.color = curve.color ?? LINES[place % LINES.length]!;
-        return h("span", { class: "key" }, mark, curve.name, value === null || value === undefined || Number.isNaN(value) ? "" : h("b", {}, ` ${number(value)}`));
+        return h("span", { class: "key" }, mark, curve.name, value === null || value === undefined || Number.isNaN(value) ? "" : h("b", {}, ` ${between(low, value)}`));
       }),
       ...near.slice(0, 3).map((mark) => h("span", { class: `state ${mark.level}` }, `step ${mark.x}: ${mark.text}`)),
     );
@@ -304,16 +304,44 @@ class LineChart implements Kept<Chart> {
         "table",
         {},
         h("thead", {}, h("tr", {}, ...[xName, ...curves.map((one) => one.name)].map((text) => h("th", { class: "number" }, text)))),
-        h("tbody", {}, ...shown.map((at) => h("tr", {}, h("td", { class: "number" }, xText ? xText(x[at]!) : number(x[at])), ...curves.map((one) => h("td", { class: "number" }, number(one.values[at])))))),
+        h("tbody", {}, ...shown.map((at) => h("tr", {}, h("td", { class: "number" }, xText ? xText(x[at]!) : number(x[at])), ...curves.map((one) => h("td", { class: "number" }, between(one.low?.[at], one.values[at])))))),
       ),
     );
   }
+}
+
+/** From which power of ten to which a logarithmic axis goes; of what float64 holds. */
+export function decadesAround(low: number | null, high: number | null): [number | null, number | null] {
+  if (low === null || high === null || !(low > 0)) return [low, high];
+  const [from, to] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
+  return [power(Math.max(from, -323)), power(from < to ? to : to + 1)];
+}
+
+/** Ticks of a logarithmic axis: powers of ten, some of them where there are many, and what lies between where few are. */
+export function logSplits(low: number, high: number): number[] {
+  const [from, to] = [Math.ceil(Math.log10(low) - 1e-9), Math.floor(Math.log10(high) + 1e-9)];
+  if (!(to - from < 700)) return [];
+  const every = Math.max(1, Math.ceil((to - from) / 8));
+  const powers = Array.from({ length: Math.max(0, to - from + 1) }, (_, at) => from + at).filter((one) => (one - from) % every === 0);
+  if (powers.length > 2) return powers.map(power);
+  return Array.from({ length: to - from + 3 }, (_, at) => from - 1 + at).flatMap((one) => [1, 2, 5].map((digit) => digit * power(one))).filter((one) => low <= one && one <= high);
+}
+
+/** A power of ten, as it is written. */
+function power(exponent: number): number {
+  return Number(`1e${exponent}`);
 }
 
 /** The name of a place on the axis: its end, where there is room for a few; else nothing but a tick. */
 function tickName(name: string, count: number): string {
   const short = name.replace(/:[a-z_]+$/, "").split(".").slice(-2).join(".") || name;
   return count > 12 ? "" : short.length > 12 ? `…${short.slice(-11)}` : short;
+}
+
+/** A number, or the lowest and the highest of a bucket of several. */
+function between(low: number | null | undefined, high: number | null | undefined): string {
+  const isOne = low === null || low === undefined || Number.isNaN(low) || low === high;
+  return isOne ? number(high) : `${number(low)} to ${number(high)}`;
 }
 
 function sameRange(one: Chart["range"], other: Chart["range"]): boolean {

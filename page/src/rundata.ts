@@ -17,6 +17,14 @@ export interface SiteSeries {
   low: number[] | null;
 }
 
+/** The latest number of each row of a group; null where there is none. */
+export async function latestOf(source: Source, group: Group, stat: string): Promise<number[] | null> {
+  const kept = group.stats[stat];
+  if (kept?.now !== undefined) return Array.from((await source.table(kept.now)).values);
+  const rows = await rowsOf(source, group, stat, "latest");
+  return rows && group.sites.map((_, row) => latest(rows.values, row, rows.columns));
+}
+
 const ORDER: End[] = ["latest", "highest", "lowest"];
 
 /** The table of one number of a group; `end`: of a bucket of looks, if it is kept. */
@@ -73,7 +81,7 @@ export function latest(values: ArrayLike<number>, row: number, columns: number, 
 
 export interface Scalars {
   x: number[];
-  of: Record<string, { values: number[]; low: number[] | null }>;
+  of: Record<string, { values: number[]; low: number[] | null; mean: number[] }>; // highest, lowest and mean of a bucket
 }
 
 /** The curves of every step. */
@@ -81,12 +89,13 @@ export async function scalarsOf(source: Source, run: Run): Promise<Scalars | nul
   if (run.scalars.chunk === undefined) return null;
   const high = await source.table(run.scalars.chunk);
   const low = run.scalars.low === undefined ? null : await source.table(run.scalars.low);
+  const mean = run.scalars.mean === undefined ? high : await source.table(run.scalars.mean);
   const columns = high.shape[1]!;
   const row = (table: { values: ArrayLike<number> }, at: number) =>
     Array.from({ length: columns }, (_, column) => table.values[at * columns + column]!);
   const of: Scalars["of"] = {};
   run.scalars.names.forEach((name, at) => {
-    of[name] = { values: row(high, at + 1), low: low && row(low, at + 1) };
+    of[name] = { values: row(high, at + 1), low: low && row(low, at + 1), mean: row(mean, at + 1) };
   });
   return { x: row(high, 0), of };
 }

@@ -20,7 +20,7 @@ export interface Finding {
   is_over: boolean;
 }
 
-export type End = "highest" | "lowest" | "latest";
+export type End = "highest" | "lowest" | "latest" | "now"; // now: the last number of each row, one column
 
 export interface Group {
   group: string;
@@ -66,7 +66,7 @@ export interface About {
   spent: number | null;
   steady: number | null;
   settings: [string, string][];
-  evaluated: [string, number, number][]; // name, step, loss
+  evaluated: [string, number, number | null, string][]; // name, step, loss, and as it is told
   ends: Record<string, string>; // by the name of a loss its last value, which may be no number
   saved: [number, string][]; // steps that were made before, and the file
 }
@@ -92,7 +92,7 @@ export interface Run {
   findings: Finding[];
   sites: [string, string, string][]; // model, address, name as Python takes it
   groups: Group[];
-  scalars: { names: string[]; chunk?: number; low?: number; odd?: Record<string, { count: number; steps: number[] }> }; // odd: steps without a finite loss
+  scalars: { names: string[]; chunk?: number; low?: number; mean?: number; odd?: Record<string, { count: number; steps: number[] }> }; // odd: steps without a finite loss
   models: { name: string; class: string; compiled?: boolean; modules?: [string, string][] }[];
   gradients: Reached[];
   flight: Flight[];

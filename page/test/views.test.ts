@@ -3,7 +3,7 @@ import { test } from "node:test";
 import { inkOn, ramp, signed } from "../src/color";
 import { count, duration, evidence, matches, number, pathOf, percent, portOf, python } from "../src/format";
 import { rangeOf, shade, spansOf, ticks } from "../src/heat";
-import { drawable, pauses, reach, smoothed } from "../src/lines";
+import { decadesAround, drawable, logSplits, pauses, reach, smoothed } from "../src/lines";
 import { read, write } from "../src/state";
 import type { Source } from "../src/source";
 import type { Group, Run, Trace } from "../src/types";
@@ -240,4 +240,29 @@ test("the parameters of a module that is called several times are counted once",
   const trace = { rows } as unknown as Pick<Trace, "rows">;
   assert.deepEqual(wholes(trace, MEASURES.parameters!, [[], [], []]), [72, 0, 0]);
   assert.deepEqual(wholes(trace, MEASURES.flops!, [[], [], []]), [1, 1, 1]);
+});
+
+test("a logarithmic axis has ticks wherever numbers are", () => {
+  assert.deepEqual(decadesAround(6.9e-23, 0.03), [1e-23, 0.1]);
+  assert.deepEqual(decadesAround(5e-324, 1), [1e-323, 1]);
+  assert.deepEqual(decadesAround(1, 1), [1, 10]);
+  const few = logSplits(1e-23, 0.1);
+  assert.ok(few.length > 4 && few.length < 11 && few.every((one) => one > 0));
+  assert.deepEqual(logSplits(0.1, 1), [0.1, 0.2, 0.5, 1]);
+  assert.ok(logSplits(1e-323, 1e300).length < 10);
+});
+
+test("blocks in a row are joined, though what ends each of them is open and makes nothing itself", () => {
+  const row = (site: string, depth: number) => ({ site, depth });
+  // net > [first > [norm, inner > [up, down]], last]; first adds what inner made to what it was given
+  const rows = [row("", 0), row("first", 1), row("norm", 2), row("inner", 2), row("up", 3), row("down", 3), row("last", 1)];
+  const edges: [number, number, boolean][] = [[2, 4, true], [4, 5, true], [5, 1, false], [1, 6, true]];
+  const { nodes, edges: drawn } = visible({ rows, edges } as unknown as Parameters<typeof visible>[0], 3, new Set());
+  assert.deepEqual(nodes, [2, 4, 5, 6]);
+  assert.ok(drawn.some(([from, to]) => from === 5 && to === 6));
+});
+
+test("a path in quotes keeps its brackets", () => {
+  assert.equal(ownerOf("`w[0]`:output"), "`w[0]`");
+  assert.equal(ownerOf("h:output[0]"), "h");
 });

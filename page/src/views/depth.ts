@@ -3,7 +3,7 @@
 import { h, select } from "../dom";
 import { pathOf, portOf } from "../format";
 import { chart, type Curve } from "../lines";
-import { latest, rowsOf } from "../rundata";
+import { latest, latestOf, rowsOf } from "../rundata";
 import type { Run } from "../types";
 import type { Page, View } from "../view";
 
@@ -83,11 +83,14 @@ export async function byDepth(page: Pick<Page, "source">, run: Run, port: string
     chosen.sort((one, other) => place(one.site) - place(other.site));
     sites.push(...chosen.map(({ site }) => run.sites[site]![2]));
     const count = Math.min(wanted, rows.columns);
+    const now = (await latestOf(page.source, group, stat))!;
     for (let at = 0; at < count; at++) {
       const column = count === 1 ? rows.columns - 1 : Math.round((at * (rows.columns - 1)) / (count - 1));
-      const values = chosen.map(({ row }) => latest(rows.values, row, rows.columns, column)); // others step less often
+      const isLast = column === rows.columns - 1;
+      const values = chosen.map(({ row }) => (isLast ? now[row]! : latest(rows.values, row, rows.columns, column))); // others step less often
+      const isOne = isLast || group.first[column] === group.last[column];
       const color = SHADES[SHADES.length - count + at] ?? SHADES[SHADES.length - 1]!;
-      curves.push({ name: `step ${group.last[column]}`, values, color });
+      curves.push({ name: isOne ? `step ${group.last[column]}` : `highest of steps ${group.first[column]} to ${group.last[column]}`, values, color });
     }
     break; // of several groups the first that has it
   }

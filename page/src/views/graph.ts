@@ -25,6 +25,7 @@ export function visible(trace: Pick<Trace, "rows" | "edges">, level: number, tur
   const { inside, top } = childrenOf(trace.rows);
   const found: Shown = { nodes: [], groups: [], within: new Map(), edges: [] };
   const standsFor: number[] = [];
+  const lastIn: number[] = []; // of an open group: what it handed on came from there, where it made nothing itself
   const makers = new Set(trace.edges.map(([from]) => from)); // what a call made that also holds others: ops of its own
   const visit = (at: number, group: number | null) => {
     if (group !== null) found.within.set(at, group);
@@ -32,6 +33,7 @@ export function visible(trace: Pick<Trace, "rows" | "edges">, level: number, tur
     if (isOpen) {
       found.groups.push(at);
       for (const one of inside[at]!) visit(one, at);
+      lastIn[at] = inside[at]![inside[at]!.length - 1]!;
       if (makers.has(at)) standsFor[at] = inside[at]![inside[at]!.length - 1]!;
     } else {
       found.nodes.push(at);
@@ -48,7 +50,7 @@ export function visible(trace: Pick<Trace, "rows" | "edges">, level: number, tur
     let here: number | undefined = at;
     for (let turns = 0; here !== undefined && turns < 50; turns++) {
       if (standsFor[here] === here) return here;
-      here = standsFor[here];
+      here = standsFor[here] ?? (turns > 0 ? lastIn[here] : undefined);
     }
     return here;
   };

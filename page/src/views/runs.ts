@@ -23,7 +23,7 @@ export const runs: View = {
       String(run.steps),
       run.about?.seconds ? duration(run.about.seconds) : "",
       ...losses.map((name) => run.about?.ends?.[name] ?? lastLoss(scalars[at]?.of[name]?.values)),
-      ...evaluated.map((name) => lastLoss((run.about?.evaluated ?? []).filter(([one]) => one === name).map(([, , value]) => value))),
+      ...evaluated.map((name) => (run.about?.evaluated ?? []).filter(([one]) => one === name).at(-1)?.[3] ?? ""),
       String(run.findings.filter((one) => !one.is_over).length),
       percent(run.about?.spent ?? run.overhead),
       run.about?.ended ?? "",

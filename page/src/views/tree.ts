@@ -3,7 +3,7 @@
 import { shadeWith } from "../color";
 import { filter, h } from "../dom";
 import { count, matches, number, pathOf, percent, portOf } from "../format";
-import { latest, rowsOf } from "../rundata";
+import { latestOf as lastOf } from "../rundata";
 import type { Run } from "../types";
 import type { Page, View } from "../view";
 
@@ -92,7 +92,7 @@ export async function linesOf(page: Pick<Page, "source" | "run">): Promise<Line[
     class: kind,
     depth: path === "" ? 0 : path.split(".").length,
     cells: values.map((known) => known.get(`${model}\n${path}`) ?? { value: NaN, site: "" }),
-    wrong: path === "" ? [] : (wrong.get(`${model}\n${path}`) ?? []),
+    wrong: (wrong.get(`${model}\n${path}`) ?? []),
   }));
 }
 
@@ -110,19 +110,20 @@ function modulesOf(run: Run): [string, string, string][] {
 /** The module that a site belongs to: of a parameter the one that owns it. */
 export function ownerOf(address: string): string {
   const path = pathOf(address);
-  return ["param", "grad", "update"].includes(portOf(address)) ? path.split(".").slice(0, -1).join(".") : path.replace(/\[.*$/, "");
+  if (["param", "grad", "update"].includes(portOf(address))) return path.split(".").slice(0, -1).join(".");
+  return path.replace(/^((?:`[^`]*`|[^`[])*)\[.*$/, "$1"); // not of a name in quotes
 }
 
 /** Of each module; of several parameters the largest. */
 async function latestOf(page: Pick<Page, "source" | "run">, port: string, stat: string) {
   const found = new Map<string, { value: number; site: string }>();
   for (const group of page.run.groups) {
-    const rows = group.phase === "train" ? await rowsOf(page.source, group, stat, "latest") : null;
-    if (!rows) continue;
+    const values = group.phase === "train" ? await lastOf(page.source, group, stat) : null;
+    if (!values) continue;
     group.sites.forEach((site, at) => {
       const [model, address, name] = page.run.sites[site]!;
       if (portOf(address) !== port) return;
-      const value = latest(rows.values, at, rows.columns);
+      const value = values[at]!;
       const key = `${model}\n${ownerOf(address)}`;
       const known = found.get(key);
       if (!Number.isNaN(value) && (known === undefined || value > known.value)) found.set(key, { value, site: name });

@@ -139,9 +139,10 @@ export async function lossChart(page: Page): Promise<HTMLElement | false> {
       if (!known || !table || !known.values.some((value) => !Number.isNaN(value))) return;
       const color = LINES[next++ % LINES.length]!;
       const title = [isMany && run.name, names.length > 1 || !isMany ? name.replace("loss:", "") : ""].filter(Boolean).join(" ");
-      const { values, low } = known;
+      const { values, low, mean } = known;
+      const each = low && table.x.length > 1 ? (table.x.at(-1)! - table.x[0]!) / (table.x.length - 1) : 1; // steps in a bucket
       if (weight > 0) curves.push({ x: table.x, curve: { name: `${title}, as it was`, values, color, isFaint: true } });
-      curves.push({ x: table.x, curve: { name: title, values: weight > 0 ? smoothed(values, weight) : values, color, isDashed: isMany && run !== page.run, ...(low && !weight ? { low } : {}) } });
+      curves.push({ x: table.x, curve: { name: title, values: weight > 0 ? smoothed(mean, weight ** each) : values, color, isDashed: isMany && run !== page.run, ...(low && !weight ? { low } : {}) } });
     });
   }
   for (const run of page.runs) {

@@ -217,6 +217,22 @@ def evaluated_in_training_mode(case: RunCase) -> Claim | None:
 
 
 @cause
+def evaluated_to_nothing(case: RunCase) -> Claim | None:
+    """The latest evaluation of a kind came to a NaN or inf, and nothing in training did. Certain."""
+    for function, pairs in case.evaluated.losses.items():
+        if math.isfinite(pairs[-1][1]) or case.found("nonfinite") is not None:
+            continue
+        finite = [at for at, (_, value) in enumerate(pairs) if math.isfinite(value)]
+        since = pairs[finite[-1] + 1 if finite else 0][0]
+        return Claim("evaluation_not_finite", "certain", f"the loss of the latest evaluation, {function}, is "
+                     f"{pairs[-1][1]} at step {pairs[-1][0]}, while that of training is finite",
+                     (f"{function} of evaluations is not finite since step {since}",), since,
+                     "look at a batch of the evaluation (an empty one has no mean), or at what only evaluation does: "
+                     "gaff.find_nonfinite(lambda: loss(model(x), y), model=model)")  # fmt: skip
+    return None
+
+
+@cause
 def sorted_by_label(case: RunCase) -> Claim | None:
     """Batches of one label each, and of another label later: the data comes in the order of its labels. Certain.
 

@@ -21,6 +21,7 @@ from gaff.record.statistics import BUCKETS, BY_NAME, STATISTICS
 
 _TYPES = {"f": "<f4", "d": "<f8"}
 _DERIVED = tuple(one for one in STATISTICS if one.rule is not None and one.ends)  # those that a page keeps
+WHEN = "step"  # beside them, by the name of a number: the step of the look
 _NEEDED = ("count", *dict.fromkeys(name for one in _DERIVED for name in one.needs))
 
 
@@ -30,8 +31,8 @@ class Cube:
 
     ``first``, ``last``: the first and the last step of each column. ``lowest``, ``highest``, ``latest``: by name,
     float32 [sites, columns], NaN where there is none; NaN and infinities of the values themselves are counted in
-    columns of their own. ``marks``: the steps of the columns of ``magnitudes``, uint8 [sites, 64, marks]. Sites are in
-    the order of ``keys``.
+    columns of their own; by ``WHEN`` the step. ``marks``: the steps of the columns of ``magnitudes``, uint8 [sites, 64,
+    marks]. Sites are in the order of ``keys``.
     """
 
     group: str
@@ -106,6 +107,7 @@ def _cube(
     names = (
         *dict.fromkeys(column for layout in layouts for column, _ in layout.columns),
         *(one.name for one in _DERIVED),
+        WHEN,
     )
     steps: dict[int, list[int]] = {}
     for step, at in places:
@@ -116,7 +118,8 @@ def _cube(
     joined: Any = np.empty((3, len(names), len(cube.keys), len(buckets)), np.float32)
     for column, bucket in enumerate(buckets):
         tables = tuple(at for step in bucket for at in steps[step])
-        make = partial(_column, part, tables, rows, names, len(cube.keys))
+        told = [(step, at) for step in bucket for at in steps[step]]
+        make = partial(_column, part, told, rows, names, len(cube.keys))
         joined[..., column] = _known(store, (part.reader.path, name, tables, names, len(cube.keys)), make)
     for table, numbers_of in zip((cube.lowest, cube.highest, cube.latest), joined, strict=True):
         table.update(zip(names, numbers_of, strict=True))
@@ -151,13 +154,14 @@ def _known(store: tuple[Cache, set[Any]], key: Any, make: Callable[[], Any]) -> 
     return cache[key]
 
 
-def _column(part: RankPart, tables: Sequence[int], rows: Any, names: Sequence[str], count: int) -> Any:
-    """Lowest, highest and last of several tables: [3, names, sites]."""
+def _column(part: RankPart, tables: Sequence[tuple[int, int]], rows: Any, names: Sequence[str], count: int) -> Any:
+    """Lowest, highest and last of several tables, each with its step: [3, names, sites]."""
     found: Any = np.full((3, len(names), count), np.nan, np.float32)
     lowest, highest, latest = found
-    for at in tables:
+    for step, at in tables:
         layout = part.layouts[number_of(part.tables[at][1])]
         known = _numbers(layout, part.tables[at][1])
+        known[WHEN] = np.where(np.isnan(known["count"]), np.nan, np.float32(step))
         here = rows[layout.number]
         if len(known) < len(names) or len(here) < count or (here != np.arange(count)).any():
             values: Any = np.full((len(names), count), np.nan, np.float32)
@@ -188,7 +192,7 @@ def _numbers(layout: Layout, payload: bytes) -> dict[str, Any]:
     is_odd = found["nonfinite"] > 0
     for name, values in found.items():
         if name in BY_NAME and BY_NAME[name].is_of_finite:
-            odd = is_odd | is_odd[_updates(layout)] if name == "update_ratio" else is_odd
+            odd = (is_odd | is_odd[_updates(layout)]) & _weights(layout) if name == "update_ratio" else is_odd
             values[odd & np.isnan(values)] = np.inf  # there, but not finite
         values[absent] = np.nan
     return found
@@ -200,6 +204,12 @@ def _updates(layout: Layout) -> Any:
     number = {key: at for at, key in enumerate(layout.rows)}
     return np.array([number.get((model, f"{address.rpartition(':')[0]}:update"), at)
                      for at, (model, address) in enumerate(layout.rows)], np.int64)  # fmt: skip
+
+
+@lru_cache(maxsize=16)
+def _weights(layout: Layout) -> Any:
+    """Which rows of a layout are parameters themselves."""
+    return np.array([address.endswith(":param") for _, address in layout.rows], bool)
 
 
 def _shares(part: RankPart, tables: Sequence[int], rows: Any, count: int) -> Any:

@@ -18,6 +18,7 @@ from gaff.errors import PlanError, RecordError
 from gaff.record.cube import Cube, read_cubes
 from gaff.record.run import Record
 from gaff.record.sample import port_of
+from gaff.views.run_text import told_apart
 
 if TYPE_CHECKING:
     from gaff.record.picture import Picture
@@ -53,8 +54,8 @@ def heat_map(record: Record, *, stat: str = "rms", port: str = "output", rank: i
     """One number of all sites of a port over all looks, as a map: a row for each site, a column for each look.
 
     Arguments are those of ``signal_by_depth``. Where no value is negative the colours are logarithmic, and zeros are
-    grey; otherwise they are linear. What is missing or not finite is grey as well, and so is a pause between looks
-    that is three times as long as those beside it.
+    grey; otherwise they are linear, and white is zero. What is missing or not finite is grey as well, and so is a pause
+    between looks that is three times as long as those beside it.
     """
     cube, rows, names = _rows(record, stat, port, rank)
     table = np.where(np.isinf(cube.latest[stat][rows]), np.nan, cube.latest[stat][rows])
@@ -64,7 +65,9 @@ def heat_map(record: Record, *, stat: str = "rms", port: str = "output", rank: i
     shown = np.where(table > 0, table, np.nan) if is_log else table
     axes.set_facecolor("0.6")
     edges, shown = _with_gaps(cube.first.tolist(), cube.last.tolist(), shown)
-    mesh = axes.pcolormesh(edges, np.arange(len(names) + 1), shown, norm=colors.LogNorm() if is_log else None,
+    limit = float(np.nanmax(np.abs(shown), initial=0.0)) or 1.0
+    norm = colors.LogNorm() if is_log else colors.Normalize(-limit, limit)
+    mesh = axes.pcolormesh(edges, np.arange(len(names) + 1), shown, norm=norm,
                            cmap="magma" if is_log else _SIGNED, rasterized=True)  # fmt: skip
     axes.invert_yaxis()
     axes.set(xlabel="step")
@@ -81,9 +84,9 @@ def curves(records: Sequence[Record] | Record, name: str = "loss") -> Any:
     """
     several = [records] if isinstance(records, Record) else list(records)
     figure, axes = _axes((5.5, 3.2))
-    for record in several:
+    for record, title in zip(several, told_apart([one.path for one in several]), strict=True):
         series = record.scalar(name)
-        axes.plot(series.steps, series.values, linewidth=1, label=record.path.name)
+        axes.plot(series.steps, series.values, linewidth=1, label=title)
     axes.set(xlabel="step", ylabel=name.removeprefix("loss:"))
     if len(several) > 1:
         axes.legend(fontsize="x-small")
@@ -104,8 +107,9 @@ def loss(records: Sequence[Record] | Record, *, smoothing: float = 0.0, events: 
     several = [records] if isinstance(records, Record) else list(records)
     figure, axes = _axes((6.4, 3.4))
     drawn: list[float] = []
+    names = told_apart([one.path for one in several])
     for at, record in enumerate(several):
-        title = f"{record.path.name}: " if len(several) > 1 else ""
+        title = f"{names[at]}: " if len(several) > 1 else ""
         color = f"C{at}"
         for name in (one for one in record.scalars if one.startswith("loss:")):
             series = record.scalar(name)

@@ -11,6 +11,7 @@ import math
 import shlex
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gaff.record.finding import Finding
@@ -319,3 +320,12 @@ def gradient_of(name: str, sites: Iterable[str]) -> str | None:
     path = path.removesuffix(":output")
     wanted = f"{path}:grad_output{bracket}{rest}"
     return wanted if wanted in set(sites) else None
+
+
+def told_apart(paths: Sequence[Path]) -> list[str]:
+    """A name for each of several runs: of its folder, with as many folders around it as tell all of them apart."""
+    for depth in range(1, max((len(one.parts) for one in paths), default=0) + 1):
+        names = ["/".join(one.parts[-depth:]) for one in paths]
+        if len(set(names)) == len(set(paths)):
+            return names
+    return [str(one) for one in paths]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gaff.errors import RecordError
-from gaff.record.cube import Cache, Cube, read_cubes
+from gaff.record.cube import WHEN, Cache, Cube, read_cubes
 from gaff.record.run import Record
 from gaff.record.sample import Key, address_of
 from gaff.record.statistics import STATISTICS
@@ -47,7 +47,11 @@ def document(records: Sequence[Record], *, rank: int = 0, words: Words | None = 
     """
     chunks = Chunks()
     many = max(1, len(records))
-    runs = [run_of(record, chunks, rank=rank, share=1 / many, words=words) for record in records]
+    names = run_text.told_apart([record.path.resolve() for record in records])
+    runs = [
+        {**run_of(record, chunks, rank=rank, share=1 / many, words=words), "name": name}
+        for record, name in zip(records, names, strict=True)
+    ]
     title = ", ".join(run["name"] for run in runs)
     return Document({"kind": "training", "title": title, "gaff": __version__, "runs": runs}, chunks)
 
@@ -196,7 +200,7 @@ def _about(record: Record, rank: int) -> dict[str, Any]:
             if name.startswith("loss:") and (values := record.scalar(name, rank).values)
         },
         "evaluated": [
-            [str(name), step, value]
+            [str(name), step, value, f"{value:.4g}"]
             for step, one in record.events("evaluated", rank)
             for name, value in _losses(one.get("losses")).items()
         ],
@@ -226,6 +230,8 @@ def _group(cube: Cube, number: Mapping[Key, int], chunks: Chunks) -> dict[str, A
         kept = ends if cube.is_bucketed else ends[:1]
         pack = chunks.numbers if name == "nonfinite" else chunks.log16  # counts are told as they are
         stats[name] = {end: pack(getattr(cube, end)[name]) for end in kept}
+        if cube.is_bucketed and "latest" not in kept:
+            stats[name]["now"] = pack(_last_known(cube.latest[name]))
     shares = cube.magnitudes
     places = range(0, len(cube.keys), _TOGETHER) if shares.shape[-1] else ()
     return {
@@ -241,10 +247,18 @@ def _group(cube: Cube, number: Mapping[Key, int], chunks: Chunks) -> dict[str, A
     }
 
 
+def _last_known(values: Any) -> Any:
+    """Of each row the last number that is known, as one column."""
+    known = ~np.isnan(values)
+    at = values.shape[1] - 1 - np.argmax(known[:, ::-1], axis=1)
+    return values[np.arange(len(values)), at][:, None]
+
+
 def _scalars(record: Record, rank: int, chunks: Chunks) -> dict[str, Any]:
     """Curves of every step: rows of ``chunk`` are the steps and then each name, of ``low`` the lowest values.
 
-    More than 4,000 steps are joined: ``chunk`` then holds the highest value of each stretch. ``odd``: of losses that
+    More than 4,000 steps are joined: ``chunk`` then holds the last step and the highest value of each stretch, ``mean``
+    the mean of what is finite. ``odd``: of losses that
     are missing or not finite now and then, how often and the first steps at which they were.
     """
     series = record.part(rank).series
@@ -265,7 +279,11 @@ def _scalars(record: Record, rank: int, chunks: Chunks) -> dict[str, Any]:
     with np.errstate(invalid="ignore"):
         high = np.fmax.reduceat(table, edges, axis=1)
         low = np.fmin.reduceat(table, edges, axis=1)
-    return {"names": names, "chunk": chunks.numbers(high), "low": chunks.numbers(low), "odd": odd}
+        finite = np.isfinite(table)
+        sums = np.add.reduceat(np.where(finite, table, 0.0), edges, axis=1)
+        mean = sums / np.add.reduceat(finite, edges, axis=1, dtype=np.float64)
+    packed = {name: chunks.numbers(one) for name, one in (("chunk", high), ("low", low), ("mean", mean))}
+    return {"names": names, **packed, "odd": odd}
 
 
 def _is_odd(without: Any, steps: Any) -> bool:
@@ -340,7 +358,8 @@ def _latest(cube: Cube, row: int | None) -> tuple[int, dict[str, float]]:
     if row is None or np.isnan(cube.latest["count"][row]).all():
         return -1, {}
     column = int(np.flatnonzero(~np.isnan(cube.latest["count"][row]))[-1])
-    return int(cube.last[column]), {name: float(values[row, column]) for name, values in cube.latest.items()}
+    known = {name: float(values[row, column]) for name, values in cube.latest.items()}
+    return int(known.pop(WHEN)), known
 
 
 def _plain(told: Mapping[str, Any]) -> list[list[str]]:
