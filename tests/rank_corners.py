@@ -1,6 +1,7 @@
 """What one rank does in runs in which processes differ: importable, so that processes can be spawned with it."""
 
 import math
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -291,3 +292,59 @@ def limited_beside_a_scaler(rank):
         (model(torch.ones(1, 4)) * torch.tensor([math.inf, 1e6, 0.5, 0.25])).sum().backward()
         optimizer.step()
     return (model.weight.full_tensor() - before)[:, 0].tolist(), is_loaded_with_itself(model, model.state_dict())
+
+
+def wrapped(rank, how, out):
+    """Replicas of which rank 1's drift apart; DistributedDataParallel comes late, or around what is watched."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    with gaff.watch(out=out, every=1) if how == "late" else nullcontext():
+        if how == "late":
+            model(torch.randn(2, 8)).sum().backward()
+        replicated = nn.parallel.DistributedDataParallel(model)
+        run = nn.Sequential(replicated) if how == "inside another" else replicated
+        watched = {"around": model, "inside another": run, "late": None}[how]
+        with nullcontext() if watched is None else gaff.watch(watched, out=out, every=1):
+            optimizer = torch.optim.SGD(model.parameters(), 0.01)
+            data = torch.Generator().manual_seed(rank)
+            for step in range(10):
+                x = torch.randn(16, 8, generator=data)
+                optimizer.zero_grad()
+                (run(x) - x.sum(1, keepdim=True)).square().mean().backward()
+                optimizer.step()
+                if step == 5 and rank:
+                    with torch.no_grad():
+                        model[0].weight.mul_(1.5)
+
+
+def sharded_late(rank, out):
+    """The norm of all gradients at each step, of a model that ran once before it was spread over the processes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    norms = []
+    with gaff.watch(out=out, every=1):
+        model(torch.randn(2, 8)).sum().backward()
+        model.zero_grad()
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            norms.append(math.hypot(*(one.grad.full_tensor().norm().item() for one in model.parameters())))
+            optimizer.step()
+    return norms
+
+
+def kept_batches(rank, out):
+    """A NaN in the batch of rank 1 at step 3."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gaff.watch(model, optimizer, out=out, every=1, keep_batch=True):
+        for step in range(4):
+            x = torch.randn(16, 8)
+            if step == 3 and rank:
+                x[2, 1] = math.nan
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()

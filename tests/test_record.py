@@ -418,3 +418,20 @@ def test_a_watch_that_ended_by_an_error_of_its_own_says_that_and_not_that_no_ste
     assert told.state == "not enough"
     assert told.cause.startswith("watching has ended by an error of gaff's own")
     assert "NameError: name 'x' is not defined" in told.cause
+
+
+def test_a_step_that_one_of_two_ranks_has_looked_at_says_nothing_of_both(tmp_path):
+    layout = Layout(0, "parameters", (("m", "fc.weight:param"),), (("count", "d"), ("mean", "f"), ("std", "f")), False)
+    for rank in (0, 1):
+        log = LogWriter(tmp_path / f"rank{rank}.gaff")
+        log.write_json(LAYOUT, layout.to_json())
+        log.write_json(EVENT, {"kind": "model", "name": "m", "replicated": []})
+        log.write_json(EVENT, {"kind": "spread", "name": "m", "replicated": [0, 1]})  # it was wrapped later
+        for step in range(4 + rank):
+            mean = 0.5 + (0.25 if rank and step >= 2 else 0.0)
+            log.write(
+                MATRIX, pack(0, "train", [to_bytes("d", [9.0]), to_bytes("f", [mean]), to_bytes("f", [1.0])]), step
+            )
+        log.close()
+    [finding] = load(tmp_path).findings
+    assert (finding.rule, finding.since, finding.rank) == ("rank_divergence", 2, 1)

@@ -20,14 +20,14 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), 0.1)
 
 
-def trained(folder, *, make=sgd, before=None, each=None, after=None, loss=F.cross_entropy, steps=120):
+def trained(folder, *, make=sgd, before=None, each=None, after=None, loss=F.cross_entropy, steps=120, **options):
     """The verdict of a training on digits: ``before``, ``each`` and ``after`` get the model, the optimizer, the step."""
     torch.manual_seed(0)
     digits = load_digits()
     x, y = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16, torch.tensor(digits.target)
     model = net()
     optimizer = make(model)
-    with gaff.watch(out=folder / "run", tell=lambda line: None):
+    with gaff.watch(out=folder / "run", tell=lambda line: None, **options):
         if before:
             before(model, optimizer)
         for step in range(steps):
@@ -192,3 +192,14 @@ def test_weights_of_a_sampler_that_are_fewer_than_examples_are_named(tmp_path, i
     assert (told.name == "sampler_weights") is is_by_class, told
     assert told.state == ("wrong" if is_by_class else "healthy"), told
     assert not is_by_class or "has 10 weights, and the data set 1797 examples" in told.cause
+
+
+def test_a_schedule_that_runs_on_below_zero_is_named(tmp_path):
+    schedules = []
+
+    def before(model, optimizer):
+        schedules.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 60))
+
+    told = trained(tmp_path, before=before, each=lambda model, optimizer, step: schedules[0].step(), every=10)
+    assert told.name == "lr_negative", told
+    assert "steps go up the gradient" in told.cause

@@ -440,3 +440,24 @@ def test_an_evaluation_that_came_to_nothing_is_told(values, since):
         assert told.state == "wrong"
         assert told.since == since
         assert "mse_loss" in told.cause
+
+
+def test_a_loss_that_has_fallen_before_its_first_stretch_ends_has_fallen():
+    values = [2.7, 1.6, 0.9] + [0.77 - 1e-5 * step for step in range(400)]
+    verdict = judge(RunCase((), 403, 60, {"loss": curve(values)}, guess={"loss": 1.5}))
+    assert verdict.state == "healthy", verdict
+
+
+def test_a_loss_that_fell_and_rose_again_is_told_as_that():
+    values = [2.3 - 0.02 * step for step in range(100)] + [0.3 + 0.01 * step for step in range(210)]
+    spread = [value + (0.4 if at % 2 else -0.4) for at, value in enumerate(values)]
+    verdict = judge(RunCase((), 310, 60, {"loss": curve(spread)}, guess={"loss": 2.3}))
+    assert "the loss fell to" in verdict.cause, verdict
+    assert "and rose again" in verdict.cause
+
+
+def test_what_grows_a_hundredfold_is_no_noise():
+    values = [0.2 + 0.01 * (at % 3) for at in range(200)] + [0.2 * 1.2**at for at in range(200)]
+    told = Curve.of(enumerate(values)).rise()
+    assert told is not None
+    assert told[1] > 1e6

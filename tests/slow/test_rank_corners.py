@@ -125,3 +125,25 @@ def test_limits_beside_a_scaler_are_made_by_all_that_hold_parts():
     for changed, is_itself in of_ranks(rank_corners.limited_beside_a_scaler, 2):
         assert changed == pytest.approx([0.0, -1.0, -0.5, -0.25], abs=1e-6)
         assert not is_itself
+
+
+@pytest.mark.parametrize("how", ["around", "inside another", "late"])
+def test_replicas_that_drift_apart_are_told_however_they_are_wrapped(tmp_path, how):
+    of_ranks(rank_corners.wrapped, 2, how, tmp_path / "run")
+    assert "rank_divergence" in [one.rule for one in gaff.load(tmp_path / "run").findings]
+
+
+def test_a_model_that_is_spread_after_its_first_run_has_the_norm_of_the_whole(tmp_path):
+    truth = of_ranks(rank_corners.sharded_late, 2, tmp_path / "run")[0]
+    told = gaff.load(tmp_path / "run").scalar("grad_norm", rank="all").values
+    assert told[-len(truth) :] == pytest.approx(truth, rel=1e-4)
+
+
+def test_each_process_keeps_batches_of_its_own(tmp_path):
+    of_ranks(rank_corners.kept_batches, 2, tmp_path / "run")
+    record = gaff.load(tmp_path / "run")
+    kept = sorted(one.name for one in (tmp_path / "run" / "batches").iterdir())
+    assert any("rank1" in one for one in kept)
+    first = record.findings[0]
+    assert (first.rule, first.rank, first.site) == ("nonfinite", 1, ":input[0]")
+    assert "rank1" in first.evidence["kept"]

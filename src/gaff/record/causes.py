@@ -134,7 +134,7 @@ READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_
          "kl_of_probabilities", "made_in_forward", "nothing_loaded", "loss_gives_nothing", "examples_alike",
          "mask_inverted", "step_not_finite", "targets_no_signs", "set_for_nothing", "betas_swapped",
          "loads_itself", "schedule_not_finished", "sampler_weights", "kl_of_log_targets",
-         "statistics_unfilled", "divided_for_nothing")  # fmt: skip
+         "statistics_unfilled", "divided_for_nothing", "lr_negative")  # fmt: skip
 
 # Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
 FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant", "one_batch")
@@ -297,6 +297,8 @@ def steps_too_large(case: RunCase) -> Claim | None:
     is_lost = jump is not None and not _has_learned(case, jump[1] / jump[2]) and _stays_up(case, *jump)
     if any(one.rule in ("no_signal", "output_constant") and one.since <= case.began for one in case.findings):
         return None  # no consequence of steps: it was there before the first one
+    if broken is not None and broken.remedy.startswith("look at the batch") and large is None:
+        return None  # it was in the data
     has_converged = case.loss is not None and case.loss[1].last < 0.1 * case.loss[1].start
     if rise is None and broken is None and (harm is None or has_converged) and not is_lost:
         return None  # large steps alone do no harm

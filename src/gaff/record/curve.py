@@ -15,6 +15,7 @@ from itertools import pairwise
 _EARLY = 50
 _FEW = 8  # values that show no spread of their own
 _POINTS = 24  # medians of a whole curve
+_FAR = 100.0  # times what it was: no noise, whatever single steps do
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,12 @@ class Curve:
     def first(self) -> float:
         """The median of the first stretch. There must be one."""
         return self.values[0]
+
+    @property
+    def began(self) -> float:
+        """The median of the first stretch, or the very first value, where that is above it by more than noise: a curve
+        may fall, and be done, before its first stretch ends."""
+        return self.start if self.first + 4 * self.spread < self.start < math.inf else self.first
 
     @property
     def falls_ever_faster(self) -> bool:
@@ -116,10 +123,10 @@ class Curve:
     def rise(self) -> tuple[int, float] | None:
         """Where the curve left its lowest stretch for good: the step of that, and how far it has risen since.
 
-        None where it ends no higher than its first stretch, or within ten times the spread of its lowest one: then it
-        has not come back up, or nothing tells that from noise. So it is of fewer than eight values that end below twice
-        the lowest. A curve that jumped at once and stayed above one and a half times its very first value has risen
-        from there.
+        None where it ends no higher than its first stretch, or within ten times its spread and a hundred times of where
+        it was: then it has not come back up, or nothing tells that from noise. So it is of fewer than eight values that
+        end below twice the lowest. A curve that jumped at once and stayed above one and a half times its very first
+        value has risen from there.
         """
         if self.values and self.start > 0 and min(self.values) > 1.5 * self.start + 0.05:
             return self.steps[0], self.last - self.start
@@ -127,7 +134,8 @@ class Curve:
             return None
         step, least = self.lowest
         grown = self.last - least
-        if self.last <= self.first or grown <= 10 * self.spread or grown <= 0.05:
+        is_noise = grown <= 10 * self.spread and self.last <= _FAR * max(abs(self.first), abs(least))
+        if self.last <= self.first or is_noise or grown <= 0.05:
             return None
         if len(self.values) < _FEW and self.last < 2 * least:
             return None

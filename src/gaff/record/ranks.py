@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gaff.record.part import RankPart
 
 _KILLED = "the process was killed (out of memory, a signal), or its record could not be written"
+OF_MODELS = ("model", "spread")  # events that tell how a model lies in the processes; the latter where that has changed
 _LOOK = "look at that process's own output and at the last rows of its flight recorder"
 # severity, cause and remedy where replicas have other weights: where gradients are reduced, and where they are not
 _DIVERGED = ("error", "a rank that skipped a step or a reduction, or weights that were changed on one rank only",
@@ -59,7 +60,9 @@ def divergence(parts: Sequence[RankPart]) -> list[Finding]:
         for (step, key), there in sorted(weights[part.rank].items(), key=lambda item: item[0][0]):
             known = (numbers[own] for own in replicas[part.rank].get(key[0], ()) if own in numbers)
             against = next(known, part.rank)
-            first = weights[against].get((step, key), there)
+            first = weights[against].get((step, key))
+            if first is None:  # only one of them has looked at this step
+                continue
             if there == first:
                 averaged |= differs.keys() & {key}
             elif not any(math.isnan(one) for one in (*there, *first)) and key not in differs:
@@ -137,7 +140,7 @@ def slow(parts: Sequence[RankPart]) -> list[Finding]:
     passes gather weights only the forward tells. Chosen: at least eight steps, the first two apart; later by a tenth
     of a step in the middle of them, and last in four of five.
     """
-    told = [one for part in parts for _, one in part.events if one.get("kind") == "model"]
+    told = [one for part in parts for _, one in part.events if one.get("kind") in OF_MODELS]
     names = ["to_forward"] if any(one.get("places") for one in told) else ["to_forward", "to_backward"]
     if len(parts) < 2 or not any(one.get("places") or one.get("replicated") for one in told):
         return []
@@ -299,10 +302,13 @@ def origins_first(found: Sequence[Finding]) -> list[Finding]:
 
     A NaN of one process is in the gradients of all that average them. What knows its origin says on which rank it is.
     """
-    known = {one.since for one in found if one.rule == "nonfinite" and one.evidence}
-    told = [replace(one, message=f"{one.message}, on rank {one.rank}") if one.rule == "nonfinite" and one.evidence
-            else one for one in found]  # fmt: skip
-    return sorted(told, key=lambda one: one.rule == "nonfinite" and not one.evidence and one.since in known)
+
+    def knows(one: Finding) -> bool:
+        return one.rule == "nonfinite" and bool(one.evidence.keys() - {"kept"})  # the file of a batch is no origin
+
+    known = {one.since for one in found if knows(one)}
+    told = [replace(one, message=f"{one.message}, on rank {one.rank}") if knows(one) else one for one in found]
+    return sorted(told, key=lambda one: one.rule == "nonfinite" and not knows(one) and one.since in known)
 
 
 def together(parts: Sequence[RankPart], key: tuple[str, str], stat: str, phase: str) -> tuple[list[int], list[float]]:
@@ -403,7 +409,7 @@ def _no_replica(site: str, rank: int, other: int) -> RecordError:
 
 def _places(part: RankPart) -> dict[tuple[str, str], str]:
     """By model and path of a parameter which part of it a process has; those that it has whole are not there."""
-    told = [one for _, one in part.events if one.get("kind") == "model"]
+    told = [one for _, one in part.events if one.get("kind") in OF_MODELS]
     return {
         (str(one.get("name")), path): str(place) for one in told for path, place in (one.get("places") or {}).items()
     }
@@ -419,7 +425,8 @@ def _distinct(parts: Sequence[RankPart], key: tuple[str, str], phase: str) -> li
     found: dict[str, tuple[RankPart, Rows]] = {}
     for part in parts:
         rows = _rows(part, key, phase)
-        told = next((one for _, one in part.events if one.get("kind") == "model" and one.get("name") == key[0]), {})
+        events = [one for _, one in part.events if one.get("kind") in OF_MODELS and one.get("name") == key[0]]
+        told = events[-1] if events else {}
         path, _, port = key[1].rpartition(":")
         places = told.get("places") or {}
         if port in ("param", "grad", "update") or path in places:

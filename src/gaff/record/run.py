@@ -116,7 +116,7 @@ class Record:
 
         The comparison of the processes (other weights, a lost one, a slow one) is made here, anew each time.
         """
-        found = [one for group in groups(self._parts) for one in _found(group, self.head)]
+        found = _found_in_all(groups(self._parts), self.head)
         return sorted(found, key=lambda one: (one.is_over, SEVERITIES.index(one.severity)))
 
     @property
@@ -312,6 +312,11 @@ class Record:
         names = {address if len(models) < 2 else _joined(model, address): (model, address) for model, address in keys}
         self._named = laid, names
         return names
+
+
+def _found_in_all(several: list[list[RankPart]], head: Mapping[str, Any]) -> list[Finding]:
+    """What was found in all groups of processes; ``head`` tells of the first process that was gone, of the first."""
+    return [one for at, group in enumerate(several) for one in _found(group, {} if at else head)]
 
 
 def _found(group: list[RankPart], head: Mapping[str, Any]) -> list[Finding]:

@@ -73,7 +73,7 @@ def first_steps_too_large(case: RunCase) -> Claim | None:
     if finding is None or case.loss is None or case.steps < 100 or case.is_acting or case.optimizers != 1:
         return None
     name, curve = case.loss
-    if curve.last < 0.9 * min(curve.first, case.guess.get(name, math.inf)):
+    if curve.last < 0.9 * min(curve.began, case.guess.get(name, math.inf)):
         return None
     lr = finding.evidence.get("lr")
     told = (evidence_of(finding), f"the loss {name!r} is {curve.last:.4g} at the end")
@@ -97,13 +97,19 @@ def does_not_fall(case: RunCase) -> Claim | None:
         return None
     assert case.loss is not None
     name, curve = case.loss
-    if curve.last < 0.98 * curve.first or curve.last < 0.5 * case.guess[name] or curve.spread > _RESTLESS * curve.first:
+    if curve.last < 0.98 * curve.began or curve.last < 0.5 * case.guess[name]:
+        return None
+    if curve.spread > _RESTLESS * curve.first:
         return None
     told = f"the loss {name!r} is {curve.last:.4g} at the end and was {curve.first:.4g} at the beginning; guessing " \
            f"gives {case.guess[name]:.4g}"  # fmt: skip
     remedy = "gaff try runs it with other learning rates, on one batch, and with permuted inputs, and tells what helps"
-    return Claim("loss_does_not_fall", "possible", f"the loss does not fall in {case.steps} steps, and nothing that "
-                 "was found tells why", (told,), 0, remedy, (),
+    step, least = curve.lowest
+    text = f"the loss does not fall in {case.steps} steps, and nothing that was found tells why"
+    if least < 0.8 * min(curve.began, case.guess[name]):
+        text = f"the loss fell to {least:.4g} by step {step}, and rose again: training is made harder since then, on " \
+               "purpose or not, or steps are too large"  # fmt: skip
+    return Claim("loss_does_not_fall", "possible", text, (told,), 0, remedy, (),
                  ("lr=10x", "lr=0.1x", "one-batch", "scramble"))  # fmt: skip
 
 

@@ -201,12 +201,19 @@ class Hearing:
         past.trained |= {key[0] for key, one in sample.parameters.items() if one.optimizer is not None and one.has_grad}
 
     def _remember_norms(self, sample: Sample) -> None:
-        """Take in what a look at training has told, after the rules were asked: they compare it with those before."""
+        """Take in what a look at training has told, after the rules were asked: they compare it with those before.
+
+        Of weights themselves, and of a model's gradients together, the first one stays.
+        """
+        for key in sample.parameters:
+            if (weight := sample.rows.get(key)) is not None and weight.count:
+                self.past.norms.setdefault(key, deque([weight.norm]))
         for port in ("grad", "update"):
             for key, row in sample.port(port).items():
                 self.past.norms.setdefault(key, deque(maxlen=_NORMS)).append(row.norm)
             for model, norm in sample.norms(port).items():
                 self.past.norms.setdefault((model, port), deque(maxlen=_NORMS)).append(norm)
+                self.past.norms.setdefault((model, f"first {port}"), deque([norm]))
         for key, row in sample.port("output").items():
             if row.count:
                 known = self.past.train_outputs.get(key, [])

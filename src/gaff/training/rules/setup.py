@@ -173,7 +173,7 @@ def _may_be_chained(weights: list[Parameter]) -> bool:
     hides=("no_signal", "output_constant", "dead_units", "vanishing", "update_small"),
 )
 def weight_decay_too_high(sample: Sample, past: Past) -> Iterator[Hit]:
-    """The median over the weights of the share that decay has in an update is above a half, and no loss has fallen by a
+    """The median over the weights of the share that decay has in an update is above 51 %, and no loss has fallen by a
     tenth. Weights without any gradient are left out (and embeddings beside other weights), and a decay that is usual
     (up to 1e-3, of AdamW 0.1): where that is most of what they get, the gradient is too small, and the fault lies
     elsewhere.
@@ -198,7 +198,7 @@ def weight_decay_too_high(sample: Sample, past: Past) -> Iterator[Hit]:
         shares.setdefault(key[0], []).append(share)
     for model, told in shares.items():
         middle = statistics.median(told)
-        if middle > 0.5:
+        if middle > 0.51:
             decay = max(one.decay for key, one in sample.parameters.items() if key[0] == model)
             yield Hit((model, ""), decay_of_update=middle, weight_decay=decay)
 

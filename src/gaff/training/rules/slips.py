@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gaff.record.sample import Sample
+from gaff.record.sample import Key, Parameter, Sample
 from gaff.training.rules.registry import Hit, Past, rule
 
 
@@ -54,7 +54,7 @@ def betas_swapped(sample: Sample, past: Past) -> Iterator[Hit]:
     severity="error",
     means="load_state_dict is given the model's own tensors, so nothing comes back: state_dict() makes no copy",
     cause="best = model.state_dict() is kept while training goes on, which writes into the same tensors",
-    remedy="best = copy.deepcopy(model.state_dict()), or torch.save it",
+    remedy="best = copy.deepcopy(model.state_dict()), or torch.save it; for a second model copy.deepcopy(model)",
     least=1,
     share=0.0,
 )
@@ -95,3 +95,41 @@ def sampler_weights(sample: Sample, past: Past) -> Iterator[Hit]:
         yield Hit(("", ""), f"the WeightedRandomSampler has {one['weights']} weights, and the data set "
                   f"{one['examples']} examples: only the first {one['weights']} are ever drawn",
                   weights=one["weights"], examples=one["examples"])  # fmt: skip
+
+
+@rule(
+    "lr_negative",
+    severity="error",
+    means="the learning rate is below zero: steps go up the gradient",
+    cause="a schedule that runs on behind its end, such as LambdaLR(lambda step: 1 - step / steps)",
+    remedy="end the schedule with the training, or at zero: max(0.0, 1 - step / steps)",
+    least=1,
+    share=0.0,
+    hides=("lr_zero", "diverging", "update_large", "exploding", "loss_spike"),
+)
+def lr_negative(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Below -1e-12 for a parameter. Certain."""
+    rates = {key[0]: one.lr for key, one in sample.parameters.items() if one.optimizer is not None and one.lr < -1e-12}
+    for model, rate in rates.items():
+        yield Hit((model, ""), f"the learning rate of {model!r} is {rate:.4g}: steps go up the gradient", lr=rate)
+
+
+@rule(
+    "lr_zero_in_part",
+    severity="info",
+    means="a group of parameters has a learning rate of zero: they never change",
+    cause="a parameter group that is meant to be frozen, or one with a setting or a scheduler of its own",
+    remedy="look at the lr of each group in optimizer.param_groups",
+    least=8,
+    share=0.95,
+)
+def lr_zero_in_part(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Within 1e-12 of zero for some parameters of an optimizer that get gradients, and not for others."""
+    groups: dict[tuple[str, int], list[tuple[Key, Parameter]]] = {}
+    for key, one in sample.parameters.items():
+        if one.optimizer is not None and one.has_grad:
+            groups.setdefault((key[0], one.optimizer), []).append((key, one))
+    for (model, _), pairs in groups.items():
+        still = [key for key, one in pairs if abs(one.lr) < 1e-12]
+        if still and len(still) < len(pairs):
+            yield Hit((model, still[0][1]), parameters=f"{len(still)} of {len(pairs)}")

@@ -196,13 +196,14 @@ def zero_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
 
     Not of a bias whose weight gets one, or what that is made of (spectral_norm, weight_norm): a loss that asks for
     differences alone, as a Wasserstein critic's, has none. Nor where all losses of the step are zero that were not so
-    at first: what has a margin is solved then.
+    at first: what has a margin is solved then; nor of a single number that has moved before: it is where it should be.
     """
     rows = {} if is_solved(sample, past) else sample.port("grad")
     reached = {(key[0], _owner_of_weight(key[1])) for key, row in rows.items() if row.count and row.zeros < 1.0}
     for key, row in rows.items():
         is_beside = key[1].endswith("bias:grad") and (key[0], key[1].removesuffix("bias:grad")) in reached
-        if row.count and row.zeros == 1.0 and not is_beside:
+        is_alone = row.count == 1 and (key[0], f"{key[1].removesuffix('grad')}param") in past.moved
+        if row.count and row.zeros == 1.0 and not (is_beside or is_alone):
             yield Hit(key, elements=row.count)
 
 
@@ -224,37 +225,16 @@ def _owner_of_weight(name: str) -> str:
     hides=("never_updated", "update_small"),
 )
 def lr_zero(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Below 1e-12 in every group of an optimizer. In half of the looks: warm-ups begin and decays end at zero."""
+    """Within 1e-12 of zero in every group of an optimizer. In half of the looks: warm-ups begin, decays end at zero."""
     rates: dict[tuple[str, int], list[float]] = {}  # by model and optimizer
     for key, one in sample.parameters.items():
         if one.optimizer is not None:
             rates.setdefault((key[0], one.optimizer), []).append(one.lr)
     for (model, _), some in rates.items():
-        if max(some) < 1e-12:
+        if max(map(abs, some)) < 1e-12:
             told = "" if len(rates) == 1 else f"the learning rate of an optimizer of {model!r} is zero: {len(some)} "
             more = "parameters do not change" if told else ""
             yield Hit((model, ""), told + more, lr=max(some), parameters=len(some))
-
-
-@rule(
-    "lr_zero_in_part",
-    severity="info",
-    means="a group of parameters has a learning rate of zero: they never change",
-    cause="a parameter group that is meant to be frozen, or one with a setting or a scheduler of its own",
-    remedy="look at the lr of each group in optimizer.param_groups",
-    least=8,
-    share=0.95,
-)
-def lr_zero_in_part(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Below 1e-12 for some parameters of an optimizer that get gradients, and not for others."""
-    groups: dict[tuple[str, int], list[tuple[Key, Parameter]]] = {}
-    for key, one in sample.parameters.items():
-        if one.optimizer is not None and one.has_grad:
-            groups.setdefault((key[0], one.optimizer), []).append((key, one))
-    for (model, _), pairs in groups.items():
-        still = [key for key, one in pairs if one.lr < 1e-12]
-        if still and len(still) < len(pairs):
-            yield Hit((model, still[0][1]), parameters=f"{len(still)} of {len(pairs)}")
 
 
 @rule(
@@ -273,14 +253,13 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
     Of a large parameter a sample is read: where most of its gradient is zero, as an embedding's, nothing is said of it.
     Gradients a thousand times smaller than the model's largest are left out: a bias before BatchNorm has only noise.
     So are steps that change nothing at all, of L-BFGS, whose line search finds nothing better once it has arrived, and
-    in runs of which a loss has fallen to half; what has moved before, once a loss has fallen to 1e-4 of itself, where
-    what is left to learn may be lost to rounding; and gradients above 1e18, whose squares overflow in what Adam keeps,
-    which divides by their root: they explode, and that is told.
+    in runs of which a loss has fallen to half; what has moved before in float32 or float64, for it has arrived, where a
+    decay of weights may weigh out the gradient, or an update is lost to rounding; and gradients above 1e18, whose
+    squares overflow in what Adam keeps, which divides by their root: they explode, and that is told.
     """
     has_arrived = sample.facts.get("searches") or any(has_fallen(past, name, 0.5) for name in past.losses)
     if has_arrived and _is_still(sample):
         return
-    is_perfect = any(has_fallen(past, name, 1e-4) for name in past.losses)
     largest: dict[str, float] = {}
     for key, row in sample.port("grad").items():
         largest[key[0]] = max(largest.get(key[0], 0.0), row.rms if row.count else 0.0)
@@ -288,7 +267,7 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
         update, gradient = sample.of(key, "update"), sample.of(key, "grad")
         if update is None or gradient is None or not one.lr or one.optimizer is None or not update.count:
             continue
-        if gradient.rms > _SQUARES_OVERFLOW or (is_perfect and key in past.moved):
+        if gradient.rms > _SQUARES_OVERFLOW or (key in past.moved and one.dtype in ("float32", "float64")):
             continue
         is_read = gradient.zeros < 0.5 or (gradient.zeros < 1.0 and update.count == one.elements)  # where it has one
         if update.zeros == 1.0 and is_read and gradient.rms > 1e-3 * largest[key[0]]:
@@ -307,9 +286,10 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
 def update_small(sample: Sample, past: Past) -> Iterator[Hit]:
     """The median over the weights of rms(update) / rms(weight) is below 1e-5, a tenth of TheDeepChecker's limit.
 
-    Biases are left out, and embeddings where there are other weights; so is a step whose gradients are all zero, one of
-    L-BFGS that changes nothing at all, a learning rate that is higher than ever before, and a run whose loss falls
-    by a tenth all the same.
+    Biases are left out, and embeddings where there are other weights; so is a step whose gradients are all zero, or a
+    thousand times smaller than at first (or its updates, with weight decay), as of a model that has arrived, one of
+    L-BFGS that changes nothing at all, a
+    learning rate that is higher than ever before, and a run whose loss falls by a tenth all the same.
     """
     if (
         past.is_warming_up
@@ -319,7 +299,7 @@ def update_small(sample: Sample, past: Past) -> Iterator[Hit]:
         return
     for model, ratios in ratios_of_updates(sample).items():
         middle = statistics.median(ratios.values())
-        if middle < 1e-5:
+        if middle < 1e-5 and not _has_arrived(sample, past, model):
             key = min(ratios, key=lambda one: ratios[one])
             yield Hit((model, ""), median_update_ratio=middle, smallest=key[1], lr=sample.parameters[key].lr)
 
@@ -356,8 +336,8 @@ def update_large(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def first_steps_large(sample: Sample, past: Past) -> Iterator[Hit]:
     """rms(update) / rms(weight) above 0.3 in more than half of the weights, in two looks at the first ten steps. As for
-    ``update_large``, parameters of one dimension and embeddings are left out."""
-    for key, ratio, _ in _largest_updates(sample, 0.3) if sample.age <= 10 else ():
+    ``update_large``, parameters of one dimension and embeddings are left out, and what began at zero."""
+    for key, ratio, _ in _largest_updates(sample, 0.3, past) if sample.age <= 10 else ():
         yield Hit(("", ""), update_ratio=ratio, lr=sample.parameters[key].lr)
 
 
@@ -437,10 +417,15 @@ def stepped(sample: Sample) -> dict[str, list[tuple[Key, Parameter]]]:
     return found
 
 
-def _largest_updates(sample: Sample, limit: float) -> Iterator[tuple[Key, float, str]]:
-    """Of each model of which most weights have a ratio of update to weight above ``limit``: the largest; how many."""
+def _largest_updates(sample: Sample, limit: float, past: Past | None = None) -> Iterator[tuple[Key, float, str]]:
+    """Of each model of which most weights have a ratio of update to weight above ``limit``: the largest; how many.
+
+    Where ``past`` is given those are left out that began at zero, and had nothing to lose.
+    """
+    empty = {key for key, norms in past.norms.items() if norms and norms[0] == 0.0} if past is not None else set()
     for told in ratios_of_updates(sample).values():
         ratios = {key: ratio for key, ratio in told.items() if sample.parameters[key].kind == "weight"}
+        ratios = {key: ratio for key, ratio in ratios.items() if key not in empty}
         large = {key: ratio for key, ratio in ratios.items() if ratio > limit}
         if len(large) > len(ratios) / 2:
             key = max(large, key=lambda one: large[one])
@@ -473,6 +458,18 @@ def ratios_of_updates(sample: Sample) -> dict[str, dict[Key, float]]:
             changed = 1.0 - update.zeros if one.kind == "embedding" and update.zeros < 1.0 else 1.0
             found.setdefault(key[0], {})[key] = update.rms / changed**0.5 / weight.rms
     return found
+
+
+def _has_arrived(sample: Sample, past: Past, model: str) -> bool:
+    """Whether a model's gradients together are a thousandth of what they were at first; or, where weights decay, which
+    may weigh gradients out, its updates, at the learning rate of the first look."""
+    decays = any(one.decay for key, one in sample.parameters.items() if key[0] == model)
+    rates = past.norms.get(("", "lr"), ())
+    ports = ["grad", "update"] if decays and rates and rates[-1] >= rates[0] else ["grad"]
+    return any(
+        sample.norms(port).get(model, math.inf) <= 1e-3 * past.norms.get((model, f"first {port}"), (0.0,))[0]
+        for port in ports
+    )
 
 
 def _is_still(sample: Sample) -> bool:

@@ -80,6 +80,8 @@ class Model:
     is_compiled: bool
     parameters: dict[int, tuple[weakref.ref[nn.Module], str, str]] = field(default_factory=dict)
     graphs: weakref.WeakSet[GraphTree] = field(default_factory=weakref.WeakSet)  # trees of exported ones in it
+    spread: dict[str, Any] = field(default_factory=dict)  # how it lies in the processes, as it was told last
+    looks: int = 0  # since it was found, in a run of several processes
     has_run: bool = False  # whether a call of it was seen in training
     untrained: list[float] | None = None  # of a weight as torch initialises it; none if it is not; None: nobody asked
 

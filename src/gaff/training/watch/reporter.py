@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gaff.compat.distributed import place, replica_ranks
+from gaff.compat.distributed import has_others
 from gaff.record.finding import Finding
 from gaff.record.sample import Key, Sample
 from gaff.training.rules.judge import Judge
@@ -37,6 +37,7 @@ from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.sampling import plain, reading_of
 from gaff.training.watch.settings import Settings
 from gaff.training.watch.shield import place_of
+from gaff.training.watch.spread import spread_of
 from gaff.training.watch.step_series import Pulse
 from gaff.training.watch.worker import Worker
 from gaff.views import run_text
@@ -95,11 +96,9 @@ class Reporter:
 
         The files are made at once, so that a process that is killed in its very first step leaves a record.
         """
-        root = model.root()
+        root, model.spread = model.root(), spread_of(model)
         told = {"name": model.name, "class": model.kind, "compiled": model.is_compiled,
-                "parameters": len(model.parameters),
-                "replicated": replica_ranks(root), "world": place()[1],
-                **(step_facts.spread_over(root) if root is not None else {}),
+                "parameters": len(model.parameters), **model.spread,
                 **(step_facts.inventory(root) if root is not None else {})}  # fmt: skip
 
         def job() -> None:
@@ -118,9 +117,23 @@ class Reporter:
         ``parameters``: what is known of each parameter, as ``step_facts.parameters`` tells it; ``values``: the losses.
         If too many jobs wait, because the disk is slow, the look is dropped, which the notes of the record say.
         """
+        if has_others():
+            self._tell_spread(sampled)
         read = reading_of(sampled, parameters, values, perf_counter() - self._began)
         notes = sorted(sampled.notes)
         self._worker.put_look(lambda: self._take(*read(), notes), sampled.size_bytes)
+
+    def _tell_spread(self, sampled: SampledStep) -> None:
+        """Tell of models that were put into DistributedDataParallel, or spread over processes, since they were found.
+
+        Asked at the first look at a model, the second, the fourth ..., since it takes a search.
+        """
+        for model in sampled.models.all:
+            model.looks += 1
+            now = spread_of(model) if not model.looks & (model.looks - 1) else model.spread
+            if now != model.spread:
+                model.spread = now
+                self.tell("spread", sampled.step, name=model.name, **now)
 
     def add(self, finding: Finding, step: int) -> None:
         """Hand over a finding that no rule has made: it is told and written as those of rules are."""

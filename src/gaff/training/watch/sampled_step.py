@@ -165,7 +165,7 @@ class SampledStep:
         self.modules_called: set[Key] = set()
         self.is_open = True
         self.scale: Any = 1.0  # of all gradients that were counted; a tensor where it is on a device
-        self._models = models
+        self.models = models
         self._shield = shield
         self._latest = LatestTensor()
         self._outputs: dict[Key, SampledOutput] = {}
@@ -175,7 +175,7 @@ class SampledStep:
         """Look at nothing from now on; tensors with several addresses have their numbers under each of them."""
         self.is_open = False
         self.notes |= self.numbers.notes
-        self._models.called_often.update(_share(self._outputs, self.numbers))
+        self.models.called_often.update(_share(self._outputs, self.numbers))
 
     def gradients_come(self, scale: Any) -> None:
         """A backward pass begins whose loss was multiplied by ``scale``; what was counted before is told as if its was.
@@ -207,9 +207,9 @@ class SampledStep:
         ``stands``: in compiled code, by identity of a tensor what hears of its gradient; None outside of it.
         """
         self._stands = stands
-        entry = self._models.entries.get(module)
+        entry = self.models.entries.get(module)
         if entry is None and self.is_open:
-            self.runs.passed_by(module, self._models)
+            self.runs.passed_by(module, self.models)
         elif entry is not None and self.is_open:
             if entry.kind == "dropout" and module.training:  # functions are heard, too, where no code is compiled
                 self.facts.setdefault("dropouts", {})[entry.model, entry.path] = float(getattr(module, "p", 0.0))
@@ -275,7 +275,7 @@ class SampledStep:
 
         Not in a recomputation, in which the first pass's come once more.
         """
-        entry = self._models.entries.get(module) if module is not None else None
+        entry = self.models.entries.get(module) if module is not None else None
         if entry is None or not entry.is_wanted or not self.is_open or autograd.backward_task() != -1:
             return
         key = entry.model, str(Site(entry.path, op=ATTENTION, port="weights"))
@@ -305,9 +305,9 @@ class SampledStep:
         is_latest = self._stands is None and self._latest.is_same(tensor)
         if one.is_alias:  # of its first call only the tensor's other address was looked at
             one.known = one.known if is_latest and self._latest.key == one.known else None
-            self._models.called_often.add(key)
+            self.models.called_often.add(key)
             return
-        if is_latest and self._latest.key is not None and one.calls == 1 and key not in self._models.called_often:
+        if is_latest and self._latest.key is not None and one.calls == 1 and key not in self.models.called_often:
             one.is_alias, one.known = True, self._latest.key
             if not entry.path:
                 self._observe_units(key, tensor)
@@ -365,7 +365,7 @@ class SampledStep:
         it is what the model computes, and no gradient of the loss.
         """
         if not self.is_open:
-            self._models.missed.late.add(key)
+            self.models.missed.late.add(key)
             return
         if self.runs.inside and torch.is_grad_enabled():
             self.notes.add(f"{key[1]}: gradients of a pass that the forward itself runs are not looked at")

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gaff.compat import elements, extras
+from gaff.address.resolve import unwrap
+from gaff.compat import distributed, elements, extras
 from gaff.errors import PlanError, RecordError
 from gaff.inspection.nonfinite.rerun import Batch
 
@@ -97,6 +98,7 @@ class BatchSaver:
         if (step, why) in self._written or len(self._written) >= _MOST or not self._left:
             return None
         self._left -= 1
+        model = unwrap(model)  # by the names that the program's own model has
         tensors: dict[str, Tensor] = {}
         structure = _packed((list(batch.args), batch.kwargs), "input", tensors, self.notes)
         for at, state in enumerate(batch.random):
@@ -115,7 +117,9 @@ class BatchSaver:
         from safetensors.torch import save_file
 
         self._folder.mkdir(exist_ok=True)
-        path = self._folder / f"{step:08d}-{why}.safetensors"
+        rank, count = distributed.place()
+        which = f"-rank{rank}" if count > 1 else ""  # all processes write into one folder
+        path = self._folder / f"{step:08d}-{why}{which}.safetensors"
         plain = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
         save_file(plain, str(path), metadata={"gaff": json.dumps({**told, "aliases": aliases})})
         self._written.add((step, why))
