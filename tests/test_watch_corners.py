@@ -499,3 +499,31 @@ def test_a_logarithm_that_a_where_leaves_out_is_not_what_makes_a_loss_infinite()
     mask = torch.zeros(8)
     assert unsafe_op((entropy * mask).sum() / mask.sum()) == "a division is by 0 at 1 of 1 elements"
     assert unsafe_op(torch.where(p >= 0, p * torch.log(p), 0 * p).sum()).startswith("log is given 0 or less")
+
+
+def test_a_model_that_returns_a_loss_in_training_and_a_measure_in_evaluation(tmp_path):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(8, 4)
+
+        def forward(self, x, y):
+            scores = self.net(x)
+            return F.cross_entropy(scores, y) if self.training else (scores.argmax(1) == y).float().mean()
+
+    torch.manual_seed(0)
+    model = Both()
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    x = torch.randn(256, 8)
+    y = x[:, :4].argmax(1)
+    with gaff.watch(out=tmp_path / "run", every=5):
+        for step in range(120):
+            model.train()
+            optimizer.zero_grad()
+            model(x, y).backward()
+            optimizer.step()
+            if step % 15 == 14:
+                model.eval()
+                with torch.no_grad():
+                    model(x, y)
+    assert "eval_drift" not in [one.rule for one in gaff.load(tmp_path / "run").findings]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from gaff.compat.distributed import whole_of
 from gaff.compat.extras import need
 from gaff.record.finding import Finding
+from gaff.record.run import Record
 from gaff.training.watch.handle import make_watch, options_of
 from gaff.training.watch.settings import Settings
 
@@ -58,8 +60,15 @@ class LightningWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all me
 
     @property
     def findings(self) -> list[Finding]:
-        """The findings of the latest fit, worst first, during it and after it; waits for looks still to be judged."""
-        return [] if self.watch is None else list(self.watch.findings)
+        """The findings of the latest fit, worst first, during it and after it; waits for looks still to be judged.
+
+        Where other processes have trained (``strategy="ddp_spawn"``) they are read from the record of the first fit, if
+        there is an ``out``; empty where there is none.
+        """
+        if self.watch is None:
+            out = self._options["out"]
+            return list(Record(Path(out)).findings) if out is not None and (Path(out) / "run.json").exists() else []
+        return list(self.watch.findings)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open a watch of the model as the strategy has wrapped it; called when ``fit`` begins to train.

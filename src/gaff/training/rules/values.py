@@ -412,14 +412,15 @@ def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
 def eval_drift(sample: Sample, past: Past) -> Iterator[Hit]:
     """The first layer whose rms in eval mode is five times larger or smaller than in training, from step 20 on.
 
-    Compared is with the latest look at training, if that was in the second half of the run so far. By what the rms has
+    Left out is what returns one number for a batch: a loss, or a measure. Compared is with the latest look at training,
+    if that was in the second half of the run so far. By what the rms has
     changed from the look before to that one it may have changed on to the evaluation, which is allowed for.
     """
     if sample.age < 20 or sample.facts.get("training"):
         return
     for key, row in sample.port("output").items():
         known = past.train_outputs.get(key, [])
-        if not known or not row.count or not known[-1][1] or sample.step - known[-1][0] > sample.age / 2:
+        if not known or row.count <= 1 or not known[-1][1] or sample.step - known[-1][0] > sample.age / 2:
             continue
         step, rms = known[-1]
         far = abs(math.log(row.rms / rms)) if row.rms else math.inf
