@@ -680,3 +680,22 @@ def test_a_hook_where_gradients_meet_is_no_overflow_of_their_sum():
     model[0].weight.register_hook(lambda gradient: gradient * math.nan)
     report = gaff.find_nonfinite(lambda: model(model(torch.randn(3, 4))).square().mean().backward(), model=model)
     assert report.cause.startswith("a gradient hook")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.tensor([1 + 1j, 3e38]),
+        lambda: torch.eye(3).mul(3e38).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.full((2,), 3e38), torch.full((3,), 3e38)], layout=torch.jagged),
+    ],
+    ids=["complex", "sparse", "nested"],
+)
+def test_overflows_of_what_is_not_dense_are_looked_at_as_well(make):
+    class Twice(nn.Module):
+        def forward(self, x):
+            return x * 3.0
+
+    model = Twice()
+    report = gaff.find_nonfinite(lambda: model(make()), model=model)
+    assert report.site == "/mul#0"

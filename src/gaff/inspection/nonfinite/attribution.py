@@ -326,7 +326,9 @@ def _without_infinite(tensor: Tensor) -> Tensor:
 
 
 def _fits(one: Tensor, output: Tensor) -> bool:
-    """Whether a tensor may have been expanded to the shape of what an op returned."""
+    """Whether a tensor may have been expanded to the shape of what an op returned; both dense, and of real numbers."""
+    if any(each.is_nested or each.is_complex() or plain(each).shape != each.shape for each in (one, output)):
+        return False
     sizes = zip(reversed(one.shape), reversed(output.shape), strict=False)
     return one.dim() <= output.dim() and all(size in (1, whole) for size, whole in sizes)
 
@@ -337,6 +339,8 @@ def _adds_masks(op: str, output: Tensor, given: list[Tensor]) -> bool:
     A mask is what holds nothing but 0 and one number, from half of the lowest on, too.
     """
     if op.strip("_") not in ("add", "sub", "mul"):
+        return False
+    if not _fits(output, output):
         return False
     is_closed = torch.zeros_like(plain(output), dtype=torch.bool)
     for one in given:

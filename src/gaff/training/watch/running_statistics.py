@@ -50,11 +50,11 @@ class UnfilledCopies:
         the device where there is such another model.
         """
         norms = [one for _, one in _norms_of(module)]
-        if not norms or any(one.training for one in norms):
+        if not norms or any(one.training for one in norms) or not all(map(_is_unfilled, norms)):
             return {}
         found = (self._filled(other.name, type(module), len(norms)) for other in self._models.all if other.name != name)
         like, batches = max(found, key=lambda one: one[1], default=("", 0))
-        if not batches or not all(map(_is_unfilled, norms)) or not self._has_changed(name, module):
+        if not batches or not self._has_changed(name, module):
             return {}
         return {name: {"like": like, "batches": batches, "norms": len(norms)}}
 

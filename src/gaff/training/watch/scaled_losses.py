@@ -36,7 +36,7 @@ class ScaledLosses:
         """
         self._known = [one for one in self._known if one[0]() is not None][-_SCALED:]
         self._scalers.add(scaler)
-        self._loose.append(ref(scaled))
+        self._loose = [*self._loose, ref(scaled)][-_SCALED:]
         self._known.append((ref(scaled), ref(loss), loss.detach(), scaler))
         if (node := autograd.maker_of(scaled)) is not None:
             self._has_marked = True
