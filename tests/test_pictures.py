@@ -124,7 +124,7 @@ def test_attention_inside_the_fused_call_is_what_it_uses(case):
         "groups": {"enable_gqa": True},
     }[case]  # fmt: skip
     wanted = functional.scaled_dot_product_attention(q, k, v, **options)  # of the identity: the probabilities
-    found = attention_of("scaled_dot_product_attention", (q, k, v), options)
+    found = attention_of("scaled_dot_product_attention", functional.scaled_dot_product_attention, (q, k, v), options)
     assert torch.isfinite(found).all()
     torch.testing.assert_close(found[0].reshape(wanted[0].shape), wanted[0].nan_to_num())
 

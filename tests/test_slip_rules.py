@@ -91,7 +91,7 @@ class Own(torch.optim.SGD):
 
 
 def test_attributes_of_classes_that_are_none_of_torchs_are_theirs(tmp_path):
-    assert trained(tmp_path, make=lambda model: Own(model.parameters())).state == "healthy"
+    assert trained(tmp_path, make=lambda model: Own(model.parameters()), every=10).state == "healthy"
 
 
 @pytest.mark.parametrize(("betas", "is_wrong"), [((0.999, 0.9), True), ((0.9, 0.999), False), ((0.5, 0.9), False)])
@@ -119,7 +119,7 @@ def test_a_model_that_is_loaded_with_its_own_before_it_trains_is_nothing_to_tell
         model.load_state_dict(model.state_dict())
         model.load_state_dict(state)
 
-    assert trained(tmp_path, before=before).state == "healthy"
+    assert trained(tmp_path, before=before, every=10).state == "healthy"
 
 
 @pytest.mark.parametrize(("every", "is_wrong"), [(12, True), (1, False)])
@@ -149,7 +149,7 @@ def test_a_schedule_in_epochs_that_ends_early_is_nothing_to_tell(tmp_path, epoch
         if step % 12 == 11:
             schedules[0].step()
 
-    assert trained(tmp_path, before=before, each=each).state == "healthy"
+    assert trained(tmp_path, before=before, each=each, every=10).state == "healthy"
 
 
 @pytest.mark.parametrize("is_told", [False, True])

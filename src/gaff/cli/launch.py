@@ -37,6 +37,7 @@ from gaff.views.text import fitting, printable
 _IDLE_S = 600
 _GLANCE_S = 0.02  # torchrun takes notice of an ended process within a tenth of a second
 _SEARCH_S = 0.5  # while there is none to look at
+_ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 _FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGQUIT")
 
 
@@ -220,6 +221,7 @@ def _wait(child: subprocess.Popen[Any], processes: Processes) -> int:
     """Until the command ends. Ctrl-C reaches it from a terminal by itself; what else comes is handed on."""
 
     def hand_on(number: int, frame: FrameType | None) -> None:
+        processes.are_told = processes.are_told or signal.Signals(number).name in _ENDING
         if number != signal.SIGINT or not _is_in_foreground():
             child.send_signal(number)
 

@@ -19,11 +19,13 @@ _AFTER = ("SIGTERM", "SIGINT", "SIGHUP", "SIGABRT")  # by which those end that a
 class Processes:
     """The ranks below one process, as ``torchrun`` and the like name them to their workers by ``RANK``.
 
-    ``gone``: the first of them that ended otherwise than well, with how; None while there is none.
+    ``gone``: the first of them that ended otherwise than well, with how; None while there is none. ``are_told``: the
+    command was given a signal by which they end, all of them.
     """
 
     def __init__(self, parent: int) -> None:
         self._parent = parent
+        self.are_told = False
         self._ranks: dict[int, int] = {}  # by process
         self._others: set[int] = set()  # launchers, shells
         self._has_missed = False  # one has ended unseen: it may be why others were stopped
@@ -46,7 +48,8 @@ class Processes:
         ended = {pid: how for pid in self._ranks if (how := _ended(pid)) is not None}
         ranks = {pid: self._ranks.pop(pid) for pid in ended}
         self._has_missed = _UNSEEN in ended.values()
-        badly = [pid for pid, how in ended.items() if how not in ("", _UNSEEN)]
+        well = ("", _UNSEEN, *(_AFTER if self.are_told else ()))
+        badly = [pid for pid, how in ended.items() if how not in well]
         if badly and not self._has_missed:
             first = min(badly, key=lambda pid: (ended[pid] in _AFTER, not ended[pid].startswith("SIG")))
             self.gone = {"rank": ranks[first], "how": ended[first]}
