@@ -527,3 +527,24 @@ def test_a_model_that_returns_a_loss_in_training_and_a_measure_in_evaluation(tmp
                 with torch.no_grad():
                     model(x, y)
     assert "eval_drift" not in [one.rule for one in gaff.load(tmp_path / "run").findings]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_nan_in_a_loss_beside_a_scaler_is_told(tmp_path, together):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for step in range(6):
+            optimizer.zero_grad()
+            mask = torch.zeros(4) if step == 4 else torch.ones(4)
+            made = [(model(torch.randn(4, 8)).square().mean(1) * mask).sum() / mask.sum() for _ in range(2)]
+            if together:
+                sum(scaler.scale(one) for one in made).backward()
+            else:
+                for one in made:
+                    scaler.scale(one).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert "nonfinite" in [one.rule for one in gaff.load(tmp_path / "run").findings]

@@ -55,6 +55,8 @@ class ScaledLosses:
         """
         self._loose = [one for one in self._loose if one() is not tensor]
         self.scaler, loss, value = self.by(tensor)
+        if self.scaler is not None and value is None:  # made of what it has returned, as a sum
+            self._loose.clear()
         return loss, value
 
     def step_ends(self) -> None:
