@@ -73,8 +73,10 @@ def test_models_losses_and_ranks_are_named_as_the_user_names_them(tmp_path):
     watch(tmp_path / "ddp", sys.executable, "ddp.py")
     record = gaff.load(tmp_path / "ddp")
     assert record.ranks == [0, 1]
-    same = [record.series("0.weight:param", "mean", rank=rank).values for rank in (0, 1)]
-    assert same[0] == same[1]
+    one, other = (dict(record.series("0.weight:param", "mean", rank=rank)) for rank in (0, 1))
+    both = one.keys() & other.keys()  # on a busy machine one may look more often
+    assert len(both) > 2
+    assert {step: one[step] for step in both} == {step: other[step] for step in both}
     own = [record.series("0", "mean", rank=rank).values for rank in (0, 1)]
     assert own[0] != own[1]
 
