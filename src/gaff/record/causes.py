@@ -126,15 +126,14 @@ def _symptom(finding: Finding, case: RunCase) -> Claim:
 
 
 # What the process has done or left out: the finding is the cause itself.
-READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_sign", "broadcast",
-         "symmetric_units", "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "wrong_parameters",
-         "cleared_before_step", "zero_at_the_step", "never_trained", "never_updated", "clipped_while_scaled",
-         "targets_no_probabilities", "written_back", "gradients_lost", "clipped_too_early",
-         "loss_holds_the_last", "stepped_again", "stepped_while_scaled", "one_class",
-         "kl_of_probabilities", "made_in_forward", "nothing_loaded", "loss_gives_nothing", "examples_alike",
-         "mask_inverted", "step_not_finite", "targets_no_signs", "set_for_nothing", "betas_swapped",
-         "loads_itself", "schedule_not_finished", "sampler_weights", "kl_of_log_targets",
-         "statistics_unfilled", "divided_for_nothing", "lr_negative")  # fmt: skip
+READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_sign", "broadcast", "symmetric_units",
+        "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "wrong_parameters", "cleared_before_step",
+        "zero_at_the_step", "never_trained", "never_updated", "clipped_while_scaled", "targets_no_probabilities",
+        "written_back", "gradients_lost", "clipped_too_early", "loss_holds_the_last", "stepped_again",
+        "stepped_while_scaled", "one_class", "kl_of_probabilities", "made_in_forward", "nothing_loaded",
+        "loss_gives_nothing", "examples_alike", "mask_inverted", "step_not_finite", "targets_no_signs",
+        "set_for_nothing", "betas_swapped", "loads_itself", "schedule_not_finished", "sampler_weights",
+        "kl_of_log_targets", "statistics_unfilled", "divided_for_nothing", "lr_negative")  # fmt: skip
 
 # Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
 FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant", "one_batch")
@@ -214,22 +213,6 @@ def evaluated_in_training_mode(case: RunCase) -> Claim | None:
         return None
     certainty = "likely" if case.evaluated.in_eval_mode else "certain"
     return Claim(finding.rule, certainty, told_of(finding), (evidence_of(finding),), finding.since, finding.remedy)
-
-
-@cause
-def evaluated_to_nothing(case: RunCase) -> Claim | None:
-    """The latest evaluation of a kind came to a NaN or inf, and nothing in training did. Certain."""
-    for function, pairs in case.evaluated.losses.items():
-        if math.isfinite(pairs[-1][1]) or case.found("nonfinite") is not None:
-            continue
-        finite = [at for at, (_, value) in enumerate(pairs) if math.isfinite(value)]
-        since = pairs[finite[-1] + 1 if finite else 0][0]
-        return Claim("evaluation_not_finite", "certain", f"the loss of the latest evaluation, {function}, is "
-                     f"{pairs[-1][1]} at step {pairs[-1][0]}, while that of training is finite",
-                     (f"{function} of evaluations is not finite since step {since}",), since,
-                     "look at a batch of the evaluation (an empty one has no mean), or at what only evaluation does: "
-                     "gaff.find_nonfinite(lambda: loss(model(x), y), model=model)")  # fmt: skip
-    return None
 
 
 @cause

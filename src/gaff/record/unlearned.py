@@ -278,6 +278,22 @@ def learned_by_heart(case: RunCase) -> Claim | None:
                  "more data, regularisation, or a smaller model", (), ("scramble", "one-batch"))  # fmt: skip
 
 
+@cause
+def evaluated_to_nothing(case: RunCase) -> Claim | None:
+    """The latest evaluation of a kind came to a NaN or inf, and nothing in training did. Certain."""
+    for function, pairs in case.evaluated.losses.items():
+        if math.isfinite(pairs[-1][1]) or case.found("nonfinite") is not None:
+            continue
+        finite = [at for at, (_, value) in enumerate(pairs) if math.isfinite(value)]
+        since = pairs[finite[-1] + 1 if finite else 0][0]
+        return Claim("evaluation_not_finite", "certain", f"the loss of the latest evaluation, {function}, is "
+                     f"{pairs[-1][1]} at step {pairs[-1][0]}, while that of training is finite",
+                     (f"{function} of evaluations is not finite since step {since}",), since,
+                     "look at a batch of the evaluation (an empty one has no mean), or at what only evaluation does: "
+                     "gaff.find_nonfinite(lambda: loss(model(x), y), model=model)")  # fmt: skip
+    return None
+
+
 def _may_be_unlearned(case: RunCase) -> bool:
     """Whether a run is long enough, nothing was found in it, and what guessing gives is known of its first loss.
 
