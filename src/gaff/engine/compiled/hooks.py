@@ -408,12 +408,12 @@ class LookHook(Receiver):
 def shows_a_product(module: nn.Module, output: Any) -> bool:
     """Whether a module returns a view of a product in two dimensions that nobody else sees, so that a copy is the same.
 
-    A forward of somebody's own, or another hook, may keep what it shows.
+    A forward of somebody's own, or another hook, may keep what it shows; those of torch's parallel styles do not.
     """
     if type(module).forward is not nn.Linear.forward or not is_view(output):
         return False
     for hook in module._forward_hooks.values():  # noqa: SIM110  # a generator is a frame, which Dynamo would come upon
-        if not hasattr(hook, "is_gaffs"):
+        if not hasattr(hook, "is_gaffs") and not str(hook.__module__).startswith("torch.distributed."):
             return False
     return True
 
