@@ -490,8 +490,7 @@ def test_what_an_mlp_as_a_whole_returns_is_not_what_its_first_layer_does():
             return x + self.ffn(self.ln2(x))
 
     names = gaff.sites(nn.Sequential(Block(), Block()), torch.randn(2, 3, 8), names=True)
-    assert names["mlp.out.0"] == "0.ffn"
-    assert "mlp.pre.0" not in {row.name for row in names.rows}
+    assert (names["mlp.pre.0"], names["mlp.out.0"]) == ("0.ffn.0", "0.ffn.2")
 
 
 def test_an_mlp_with_a_router_beside_it_hands_out_one_tensor():
@@ -528,6 +527,76 @@ def test_cross_attention_in_blocks_that_normalise_what_they_have_added():
     layer = model.decoder.layers[1]
     torch.testing.assert_close(layer.encoder_attn_layer_norm(crossed + added), mid)
     torch.testing.assert_close(layer.final_layer_norm(mid + out), post)
+
+
+class Mixing(nn.Module):
+    """Attention written by hand, one head after the other."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(width, width // heads) for _ in range(heads))
+        self.proj, self.dropout = nn.Linear(width, width), nn.Dropout(0.1)
+
+    def forward(self, x):
+        rows = [one(x) for one in self.heads]
+        return self.dropout(self.proj(torch.cat([(one @ one.mT).softmax(-1) @ one for one in rows], -1)))
+
+
+class Feed(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(width, 24), nn.ReLU(), nn.Linear(24, width), nn.Dropout(0.1))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class Handmade(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.sa, self.ffwd = Mixing(width, 2), Feed(width)
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+
+    def forward(self, x):
+        x = x + self.sa(self.ln1(x))
+        return x + self.ffwd(self.ln2(x))
+
+
+def test_blocks_written_by_hand_have_names():
+    model, x = nn.Sequential(Handmade(), Handmade()), torch.randn(2, 5, 16)
+    named = gaff.sites(model, x, names=True)
+    assert named["mlp.pre.1"] == "1.ffwd.net.0"
+    assert named["mlp.out.0"] == "0.ffwd.net.2"
+    assert {row.name: row.identity for row in named.rows}["attn.out.1"] == "resid_mid.1 = resid_pre.1 + attn.out.1"
+    assert set(named.refused) == {"attn.pattern.0", "attn.pattern.1"}  # of each head apart
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:.*fast path was not taken")
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_the_transformers_of_torch_have_names(norm_first, batch_first):
+    torch.manual_seed(0)
+    kinds = {
+        "d_model": 16,
+        "nhead": 2,
+        "dim_feedforward": 24,
+        "norm_first": norm_first,
+        "batch_first": batch_first,
+        "dropout": 0.0,
+    }
+    model = nn.Transformer(num_encoder_layers=2, num_decoder_layers=2, **kinds)
+    x, y = torch.randn(2, 2, 5, 16)
+    named = gaff.sites(model, x, y, names=True)
+    assert not named.refused
+    held = {row.name: row.identity for row in named.rows}
+    assert held["decoder.cross.out.0"].endswith("resid_cross.0 + cross.out.0" + ")" * (not norm_first))
+    assert held["encoder.mlp.out.1"].endswith("resid_mid.1 + mlp.out.1" + ")" * (not norm_first))
+    wanted = [f"names:decoder.{one}.1" for one in ("resid_cross", "cross.out", "resid_mid")]
+    with gaff.capture(model, *wanted, "decoder.layers.1.multihead_attn:output[0]") as got:
+        model(x, y)
+    crossed, added, mid = (got[name] for name in wanted)
+    torch.testing.assert_close(added, got["decoder.layers.1.multihead_attn:output[0]"])
+    torch.testing.assert_close(crossed + added if norm_first else model.decoder.layers[1].norm2(crossed + added), mid)
 
 
 def test_the_command_takes_one_standard_name_into_a_file(tmp_path, capsys):

@@ -280,6 +280,47 @@ def test_a_linear_layer_tied_with_a_transposed_one():
         torch.testing.assert_close(norms[name], column, rtol=1e-4, atol=1e-6)
 
 
+def test_rms_norms_that_models_write_themselves():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    more = {"vocab_size": 20, "num_key_value_heads": 1, "head_dim": 8, "attn_implementation": "eager"}
+    for kind in ("Llama", "Gemma", "Qwen3"):
+        torch.manual_seed(0)
+        config = getattr(transformers, kind + "Config")(**sizes, **more, pad_token_id=0)
+        model, x = getattr(transformers, kind + "Model")(config), torch.randint(1, 20, (3, 5))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.add_(0.3 * torch.rand_like(parameter) * ("norm" in name))
+        followed = ["layers.0.input_layernorm", "norm"] if kind == "Gemma" else []  # its embedding is its own
+        with gaff.sample_norms(model, *followed) as norms:
+            model(x).last_hidden_state.pow(3).mean((1, 2)).mean().backward()
+        for name in norms:
+            parameter = model.get_parameter(name)
+            alone = [
+                torch.autograd.grad(model(one[None]).last_hidden_state.pow(3).mean(), parameter)[0].norm() for one in x
+            ]
+            torch.testing.assert_close(norms[name], torch.stack(alone), rtol=1e-3, atol=1e-6, msg=f"{kind}: {name}")
+
+
+class PlainRMSNorm(nn.Module):
+    """Called an RMS norm, and none."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(4)), 1e-6
+
+    def forward(self, x):
+        return self.weight * (x - x.mean(-1, keepdim=True))
+
+
+def test_what_is_only_called_an_rms_norm_is_found_out():
+    model = nn.Sequential(nn.Linear(3, 4), PlainRMSNorm())
+    with gaff.sample_norms(model) as norms:
+        model(torch.randn(5, 3)).pow(2).mean().backward()
+    with pytest.raises(gaff.ExactnessError, match=r"1\.weight"):
+        _ = norms["1.weight"]
+
+
 @pytest.mark.parametrize("affine", [False, True])
 def test_batch_norm_that_is_not_followed_is_refused_where_it_mixes_what_followed_layers_made(affine):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=affine), nn.Linear(4, 2))

@@ -11,7 +11,7 @@ there. Nothing runs: whether names tell the truth is asked, by identities, in ``
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -285,21 +285,21 @@ def _block(modules: Modules, path: str) -> Block:
     find = partial(_role, modules, path)
     order = _order_of(modules, path)
     attention = find("attention")
-    out = find("out", attention) or find("out of the block")
+    out = _out_of(modules, path, attention) or find("out of the block")
     before, mid = find("norm before attention"), find("norm before mlp")
-    down, up = find("down"), find("up")
+    up, down = _layers_in_order(modules, path, find("mlp")) or (find("up"), find("down"))
     told: dict[str, tuple[str, str]] = {"resid_pre": ("", "input")}
     if order != "after" and before:
         told["ln1"] = before, "output"
     for name, role in (("attn.q", "query"), ("attn.k", "key"), ("attn.v", "value")):
         told[name] = find(role, attention), "output"
-    told["attn.z"] = out, "input"
+    told["attn.z"] = (out if out != attention else ""), "input"
     scaled = find("scale of attention"), find("scale of mlp")
     told["attn.out"] = (
         (find("norm of what attention adds") if order == "around" else scaled[0] or out),
         "output",
     )
-    told |= _crossed(find, order)
+    told |= _crossed(modules, path, order)
     if order == "after":
         told["resid_mid"] = find("norm after cross attention") or find("norm after attention"), "output"
     elif order == "around":
@@ -317,14 +317,38 @@ def _block(modules: Modules, path: str) -> Block:
         told["resid_post"] = find("norm after mlp"), "output"
     sites = {name: Site(_join(path, inner) if inner else path, port=port)
              for name, (inner, port) in told.items() if inner or name == "resid_pre"}  # fmt: skip
-    if "mlp.out" in sites and type(modules[sites["mlp.out"].path]).__name__ in _data()["with router"]:
-        sites["mlp.out"] = replace(sites["mlp.out"], key=(0,))  # beside the scores of its router
+    for name in ("attn.out", "cross.out", "mlp.out"):
+        if name in sites and type(modules[sites[name].path]).__name__ in _data()["return it first"]:
+            sites[name] = replace(sites[name], key=(0,))
     weights = _weights(modules, _join(path, attention))
     return Block(path, order, _after(sites, "attn.v", {"attn.pattern": weights}))
 
 
-def _crossed(find: Callable[..., str], order: Order) -> dict[str, tuple[str, str]]:
+def _layers_in_order(modules: Modules, block: str, mlp: str) -> tuple[str, str] | None:
+    """The first and the last linear layer of an MLP that is an ``nn.Sequential``, or holds one alone; else None."""
+    inside = modules[_join(block, mlp)]._modules
+    if len(inside) == 1:
+        mlp = _join(mlp, *inside)
+    found = modules[_join(block, mlp)]
+    layers = [name for name, one in found._modules.items() if type(one).__name__ == "Linear"]
+    if not mlp or len(layers) < 2 or not any(kind.__name__ == "Sequential" for kind in type(found).__mro__):
+        return None
+    return _join(mlp, layers[0]), _join(mlp, layers[-1])
+
+
+def _out_of(modules: Modules, block: str, attention: str) -> str:
+    """The output projection of an attention; itself, where it multiplies with that layer's weight and never calls it.
+
+    That is torch's ``nn.MultiheadAttention``.
+    """
+    out = _role(modules, block, "out", attention)
+    is_called = not out or type(modules[_join(block, out)]).__name__ != "NonDynamicallyQuantizableLinear"
+    return out if is_called else attention
+
+
+def _crossed(modules: Modules, path: str, order: Order) -> dict[str, tuple[str, str]]:
     """The names around cross-attention, of a block that has it."""
+    find = partial(_role, modules, path)
     cross, is_after = find("cross attention"), order == "after" and find("norm after cross attention")
     if not cross or not (is_after or order == "before"):
         return {}
@@ -333,7 +357,10 @@ def _crossed(find: Callable[..., str], order: Order) -> dict[str, tuple[str, str
         if order == "before"
         else (find("norm after attention"), "output")
     )
-    return {"resid_cross": norm, "cross.out": (find("out", cross) or find("out of cross attention"), "output")}
+    return {
+        "resid_cross": norm,
+        "cross.out": (_out_of(modules, path, cross) or find("out of cross attention"), "output"),
+    }
 
 
 def _after(sites: dict[str, Site], name: str, more: dict[str, Site]) -> dict[str, Site]:
@@ -370,7 +397,7 @@ def _order_of(modules: Modules, path: str) -> Order:
     inside = role("norm after attention")
     if inside and ("." in inside or not role("norm before attention")):
         return "after"
-    if getattr(block, "normalize_before", None) is False:
+    if getattr(block, "normalize_before", getattr(block, "norm_first", None)) is False:
         return "after"
     return "before" if role("norm before mlp") else "parallel"
 

@@ -131,6 +131,8 @@ def find_rule(layer: nn.Module) -> Rule:
             return rule
     if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"):  # transformers' transposed linear layer
         return _linear_transposed
+    if _is_rms_norm(layer):
+        return _layer_norm
     raise PlanError(f"no rule for {type(layer).__name__}")
 
 
@@ -145,8 +147,8 @@ def is_batched(layer: nn.Module, given: Tensor) -> bool:
         return False
     if isinstance(layer, nn.Embedding):
         return given.dim() >= 1
-    if isinstance(layer, (nn.LayerNorm, nn.RMSNorm)):
-        return given.dim() > len(layer.normalized_shape)
+    if isinstance(layer, (nn.LayerNorm, nn.RMSNorm)) or _is_rms_norm(layer):
+        return given.dim() > len(_normalized_shape(layer))
     spatial = len(getattr(layer, "kernel_size", ()))
     instance = {"InstanceNorm1d": 1, "InstanceNorm2d": 2, "InstanceNorm3d": 3}.get(type(layer).__name__, 0)
     return given.dim() >= 2 + max(spatial, instance)
@@ -285,11 +287,31 @@ def _windows(layer: Any, padded: Tensor, small: Tensor) -> Terms:
 
 def _layer_norm(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
     """Layer and RMS norms: the gain's gradient is that at the output times the normalised input."""
-    shape = tuple(layer.normalized_shape)
+    shape = _normalized_shape(layer)
     if name == "weight":
-        norm: Any = F.rms_norm if isinstance(layer, nn.RMSNorm) else F.layer_norm
-        gradient = gradient * norm(wide(given), shape, eps=layer.eps)
+        norm: Any = F.layer_norm if isinstance(layer, nn.LayerNorm) else F.rms_norm
+        gradient = gradient * norm(wide(given), shape, eps=getattr(layer, "variance_epsilon", None) or layer.eps)
     return Terms(gradient.reshape(len(gradient), 1, -1, math.prod(shape)))
+
+
+def _is_rms_norm(layer: Any) -> bool:
+    """Whether this is an RMS norm as Llama's and its kin write their own: a gain alone, over the last dimension.
+
+    One that is only called so is found out by what its terms come to, as every layer is.
+    """
+    named = type(layer).__name__
+    gains = [one for one in layer._parameters.values() if one is not None]
+    is_named = named.endswith("RMSNorm") or (named.endswith("LayerNorm") and hasattr(layer, "variance_epsilon"))  # T5's
+    return (
+        is_named
+        and [one.dim() for one in gains] == [1]
+        and (hasattr(layer, "variance_epsilon") or hasattr(layer, "eps"))
+    )
+
+
+def _normalized_shape(layer: Any) -> tuple[int, ...]:
+    """The dimensions at the end over which a layer or RMS norm goes."""
+    return tuple(getattr(layer, "normalized_shape", None) or layer.weight.shape)
 
 
 def _channel_norm(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:

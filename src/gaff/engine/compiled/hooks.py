@@ -412,7 +412,7 @@ def shows_a_product(module: nn.Module, output: Any) -> bool:
     """
     if type(module).forward is not nn.Linear.forward or not is_view(output):
         return False
-    for hook in module._forward_hooks.values():  # noqa: SIM110  # a generator is a frame, which Dynamo would come upon
+    for hook in module._forward_hooks.values():  # a generator is a frame, which Dynamo would come upon
         if not hasattr(hook, "is_gaffs") and not str(hook.__module__).startswith("torch.distributed."):
             return False
     return True
