@@ -97,7 +97,7 @@ def test_the_worst_training_is_told():
     assert judge_all([short, short]).state == "not enough"
 
 
-def run(tmp_path, spoil=lambda net: None, shuffle=False, lr=1e-3):
+def run(tmp_path, spoil=lambda net: None, shuffle=False, lr=1e-3, every=None):
     """An autoencoder, and then a classifier on top of it, of handwritten digits."""
     torch.manual_seed(0)
     digits = load_digits()
@@ -105,7 +105,7 @@ def run(tmp_path, spoil=lambda net: None, shuffle=False, lr=1e-3):
     labels = y[torch.randperm(len(y))] if shuffle else y
     first = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64))
     rest = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    with gaff.watch(out=tmp_path / "run", tell=lambda line: None):
+    with gaff.watch(every=every, out=tmp_path / "run", tell=lambda line: None):
         opt = torch.optim.Adam(first.parameters(), lr=1e-3)
         for step in range(120):
             batch = x[step * 32 % 1760 :][:32]
@@ -131,7 +131,7 @@ def zeros(net):
 
 
 def test_a_second_training_that_goes_well_is_told_with_the_first(tmp_path):
-    told = run(tmp_path)
+    told = run(tmp_path, every=5)
     assert told.state == "healthy", told
     assert "from step 0 on the loss 'rec' went from" in told.cause
     assert "from step 120 on the loss 'ce' went from" in told.cause

@@ -182,15 +182,16 @@ test("settings that differ are told", () => {
   assert.deepEqual(settingsOf([run([["lr", "1"], ["batch", "8"]]), run([["lr", "2"], ["batch", "8"], ["decay", "0"]])]), { same: 1, differing: [["lr", "1", "2"], ["decay", "not recorded", "0"]] });
 });
 
-const rows = [0, 1, 2, 2, 1].map((depth, at) => ({ depth, time_s: [10, 6, 2, 3, 1][at]!, flops: 0, memory_bytes: [1, 8, 4, 8, 16][at]!, parameters: [0, 0, 5, 0, 7][at]! })) as unknown as Trace["rows"];
+const rows = [0, 1, 2, 2, 1].map((depth, at) => ({ depth, path: `m${at}`, call: 0, time_s: [10, 6, 2, 3, 1][at]!, flops: 0, memory_bytes: [1, 8, 4, 8, 16][at]!, parameters: [0, 0, 5, 0, 7][at]! })) as unknown as Trace["rows"];
 
 test("what a call takes holds what is inside it", () => {
   const { inside, top } = childrenOf(rows);
   assert.deepEqual([inside, top], [[[1, 4], [2, 3], [], [], []], [0]]);
   assert.deepEqual(rows.map((_, at) => ownTime(rows, inside, at)), [3, 1, 2, 3, 1]);
-  assert.deepEqual(wholes({ rows }, MEASURES.parameters!, inside), [12, 5, 5, 0, 7]);
-  assert.deepEqual(wholes({ rows }, MEASURES.memory!, inside), [28, 12, 4, 8, 16]);
-  assert.deepEqual(wholes({ rows }, MEASURES.time!, inside), [10, 6, 2, 3, 1]);
+  const parameters = [["m2.weight:param", 5], ["m4.weight:param", 4], ["m4.bias:param", 3]].map(([site, elements]) => ({ site, elements })) as unknown as Trace["parameters"];
+  assert.deepEqual(wholes({ rows, parameters }, MEASURES.parameters!, inside), [12, 5, 5, 0, 7]);
+  assert.deepEqual(wholes({ rows, parameters }, MEASURES.memory!, inside), [28, 12, 4, 8, 16]);
+  assert.deepEqual(wholes({ rows, parameters }, MEASURES.time!, inside), [10, 6, 2, 3, 1]);
 });
 
 test("a graph folds: edges lead from and to what is shown, and are told once", () => {
@@ -235,9 +236,12 @@ test("counts and times near the next unit are told in it", () => {
   assert.deepEqual([119.7, 3599.8, 3659, 7199].map(duration), ["2 min 0 s", "1 h 0 min", "1 h 1 min", "2 h 0 min"]);
 });
 
-test("the parameters of a module that is called several times are counted once", () => {
-  const rows = [0, 1, 2].map((call) => ({ call, parameters: 72, time_s: 1, flops: 1, memory_bytes: 1 }));
-  const trace = { rows } as unknown as Pick<Trace, "rows">;
+test("the parameters of a module that is called several times, and a weight that two modules share, are counted once", () => {
+  const rows = [0, 1, 2].map((call) => ({ call, path: "a", parameters: 72, time_s: 1, flops: 1, memory_bytes: 1 }));
+  const parameters = [{ site: "a.weight:param", elements: 72 }];
+  const trace = { rows, parameters } as unknown as Pick<Trace, "rows" | "parameters">;
+  const tied = { rows: [...rows, { call: 0, path: "head", parameters: 72 }], parameters } as unknown as Trace;
+  assert.deepEqual(wholes(tied, MEASURES.parameters!, [[], [], [], []]), [72, 0, 0, 0]);
   assert.deepEqual(wholes(trace, MEASURES.parameters!, [[], [], []]), [72, 0, 0]);
   assert.deepEqual(wholes(trace, MEASURES.flops!, [[], [], []]), [1, 1, 1]);
 });

@@ -464,3 +464,41 @@ def test_weights_that_were_tied_when_the_session_was_opened():
     assert torch.equal(tied, x @ (weight * 0.5).T @ (weight * 0.5).T)
     assert torch.equal(untied, x @ (weight * 0.5).T @ weight.T)
     assert changed.receipt.rows[0].fired == 2
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class Closed(nn.Module):
+    """Reaches its parameter by a closure alone."""
+
+    def __init__(self, use):
+        super().__init__()
+        weight = self.w = nn.Parameter(torch.ones(3))
+        self.use = lambda x: use(x, weight)
+
+    def forward(self, x):
+        return self.use(x)
+
+
+@pytest.mark.parametrize("use", [
+    lambda x, w: x * w,
+    Product.apply,
+    lambda x, w: checkpoint(lambda a, b: a * b, x, w, use_reentrant=True),
+    lambda x, w: checkpoint(lambda a, b: a * b, x, w, use_reentrant=False),
+], ids=["a product", "a custom Function", "a reentrant checkpoint", "a checkpoint"])  # fmt: skip
+def test_a_parameter_in_a_closure_that_is_handed_on(use):
+    model, x = Closed(use), torch.full((2, 3), 5.0, requires_grad=True)
+    with gaff.edit(model, {"w:param": edits.scale(2.0)}):
+        y = model(x)
+        y.sum().backward()
+    assert (y[0, 0].item(), model.w.grad[0].item(), x.grad[0, 0].item()) == (10, 20, 2)

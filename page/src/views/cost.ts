@@ -7,6 +7,7 @@ import type { Call, Trace } from "../types";
 import type { View } from "../view";
 import { wide } from "../text";
 import { childrenOf, traceOf } from "./trace";
+import { ownerOf } from "./tree";
 
 const REST = "outside of modules that hold no other";
 const SVG = "http://www.w3.org/2000/svg";
@@ -14,7 +15,7 @@ const [WIDTH, HIGH] = [1200, 22];
 const LEAST = 1.2; // units of width that a call must have to be drawn
 interface Measure {
   title: string;
-  own(row: Call): number; // of the call itself, or with all that is inside it
+  own(row: Call, sizes: Map<string, number>): number; // of the call itself, or with all that is inside it
   isWhole: boolean;
   text(value: number): string;
 }
@@ -23,15 +24,17 @@ export const MEASURES: Record<string, Measure> = {
   time: { title: "time", own: (row) => row.time_s, isWhole: true, text: duration },
   flops: { title: "FLOPs", own: (row) => row.flops, isWhole: true, text: count },
   memory: { title: "size of outputs", own: (row) => row.memory_bytes, isWhole: false, text: bytes },
-  parameters: { title: "parameters", own: (row) => (row.call ? 0 : row.parameters), isWhole: false, text: count }, // once
+  parameters: { title: "parameters", own: (row, sizes) => (row.call || !row.parameters ? 0 : (sizes.get(row.path) ?? 0)), isWhole: false, text: count }, // once
 };
 
 /** What each call takes with all that is inside it; the outputs of a call that holds others are those of these. */
-export function wholes(trace: Pick<Trace, "rows">, measure: Measure, inside: number[][]): number[] {
+export function wholes(trace: Pick<Trace, "rows" | "parameters">, measure: Measure, inside: number[][]): number[] {
   const found: number[] = trace.rows.map(() => 0);
+  const sizes = new Map<string, number>(); // of each module's parameters; one that several share is the first's
+  for (const one of trace.parameters) sizes.set(ownerOf(one.site), (sizes.get(ownerOf(one.site)) ?? 0) + one.elements);
   for (let at = trace.rows.length - 1; at >= 0; at--) {
     const below = inside[at]!.reduce((sum, one) => sum + found[one]!, 0);
-    const own = measure.own(trace.rows[at]!);
+    const own = measure.own(trace.rows[at]!, sizes);
     const isMemory = measure === MEASURES.memory;
     found[at] = measure.isWhole ? Math.max(own, below) : isMemory && inside[at]!.length ? below : own + below;
   }

@@ -18,7 +18,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from threading import get_ident
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -64,6 +64,22 @@ class Failure:
         return bool(self.text) and id(sys.exc_info()[1]) == self._handled
 
 
+class Given(NamedTuple):
+    """What a run did not make: addresses of the memory of the ``model``'s parameters and buffers, and of its arguments.
+
+    An address may be given out again after its memory was freed, so each in ``memory`` comes with a function that tells
+    whether that is still held. ``tensors`` are the identities of the arguments' tensors.
+    """
+
+    model: AbstractSet[int]
+    memory: Mapping[int, Callable[[], object]] = {}
+    tensors: AbstractSet[int] = frozenset()
+
+    def holds(self, address: int) -> bool:
+        """Whether the memory at an address belongs to the model or to an argument."""
+        return address in self.model or (address in self.memory and self.memory[address]() is not None)
+
+
 class Run:
     """One outermost call of a model, in one session and on one thread.
 
@@ -72,32 +88,26 @@ class Run:
     for each hooked module, by ``Node.index``: apart, since a module may be hooked on one side only, and may call
     itself.
 
-    ``arguments`` and ``model`` are addresses of memory that the run did not make: of what it was given, and of the
-    parameters and buffers. An address may be given out again after its memory was freed, so each argument's comes with
-    a function that tells whether that memory is still held.
-
     The object outlives the call: gradient hooks and recomputations refer to it, and what only a run in progress needs
     is let go of by ``Clock.end``.
     """
 
-    __slots__ = ("arguments", "entered", "failure", "frames", "functions", "has_backward", "index", "is_waiting",
-                 "left", "made", "model", "once", "outermost", "step", "thread")  # fmt: skip
+    __slots__ = ("again_since", "entered", "failure", "frames", "functions", "given", "has_backward", "index",
+                 "is_waiting", "left", "made", "once", "outermost", "step", "thread")  # fmt: skip
 
-    def __init__(
-        self, index: int, step: int, size: int, arguments: dict[int, Callable[[], object]], model: AbstractSet[int]
-    ) -> None:
+    def __init__(self, index: int, step: int, size: int, given: Given) -> None:
         self.index = index
         self.step = step
         self.thread = get_ident()
         self.entered = [0] * size
         self.left = [0] * size
-        self.arguments = arguments
-        self.model = model
+        self.given = given
         self.frames: list[Frame] = []
         self.outermost: FrameType | None = None
         self.once: set[object] = set()  # what has happened that happens once a run
         self.has_backward = False  # a gradient of this run has been seen
         self.made = range(0)  # sequence numbers of the autograd nodes that its thread made in it; open, of all since
+        self.again_since = _NO_END  # that of the first node that a differentiable pass of it may have made
         self.functions: list[Any] | None = None  # custom Functions around it; None: with grad mode, or nobody asks
         self.is_waiting = False  # calls wait to be run again by a checkpoint, which alone tells their gradients
         self.failure = Failure()
@@ -106,9 +116,13 @@ class Run:
         return f"Run({self.index})"
 
     def began_after(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, which must require grad, was there before the run: a leaf, or made by what ran before."""
+        """Whether ``tensor``, which must require grad, was there before the run: a leaf, or made by what ran before.
+
+        What it was given is, whatever the number of its node: another thread numbers its own, and a view of what was
+        written to gets a new one when it is asked for.
+        """
         node = tensor.grad_fn
-        return node is None or autograd.sequence_of(node) < self.made.start
+        return node is None or autograd.sequence_of(node) < self.made.start or id(tensor) in self.given.tensors
 
     def fail(self, error: Exception) -> None:
         """Note what an edit, or a look, has raised inside the model: the first error of the run is kept, as text."""
@@ -163,7 +177,7 @@ class Clock:
         self.closed = False
         self.has_others = False  # another thread has called modules of the model, which this session does not see
         self.step = 0
-        self.before = Run(-1, 0, 0, {}, addresses)  # stands for a forward before the session, and for one unknown
+        self.before = Run(-1, 0, 0, Given(addresses))  # stands for a forward before the session, and for one unknown
         self._ended.recent.clear()
         self.latest = self.before  # the run begun last
         self._addresses = addresses
@@ -186,7 +200,7 @@ class Clock:
             return None
         if modes.is_traced():
             raise PlanError("torch exports or traces the model while a gaff session is open on it: close it first")
-        run = Run(next(self._numbers), self.step, self._size, _memory(args, kwargs), self._addresses)
+        run = Run(next(self._numbers), self.step, self._size, Given(self._addresses, *_memory(args, kwargs)))
         self.latest = run
         run.made = range(autograd.next_sequence(), _NO_END)
         for callback in self.at_begin:
@@ -208,7 +222,7 @@ class Clock:
             self._ended.add(run)
             run.once.clear()
             run.functions = run.functions and []
-            run.arguments = {}
+            run.given = Given(run.given.model)
         if run.failure.is_swallowed():
             raise ExactnessError(
                 f"the model caught an error of the session open on it, and went on: {run.failure.text}"
@@ -346,12 +360,11 @@ class Clock:
         Views count as the memory that they show, DTensors as their local part. Whoever keeps a value keeps such memory
         by reference, not by a copy-on-write copy.
         """
-        address = memory.memory_of(distributed.local_of(tensor))
-        return address in run.model or (address in run.arguments and run.arguments[address]() is not None)
+        return run.given.holds(memory.memory_of(distributed.local_of(tensor)))
 
     def is_of_model(self, tensor: Tensor, run: Run) -> bool:
         """Whether the memory of ``tensor`` belongs to a parameter or a buffer of the model."""
-        return memory.memory_of(distributed.local_of(tensor)) in run.model
+        return memory.memory_of(distributed.local_of(tensor)) in run.given.model
 
     def close(self) -> None:
         """Begin no run any more, and drop those in progress without calling ``at_end``."""
@@ -386,16 +399,19 @@ def is_running(frame: FrameType | None) -> bool:
     return any(one is frame for one in modes.frames_from(sys._getframe(1)))
 
 
-def _memory(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Callable[[], object]]:
+def _memory(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[int, Callable[[], object]], set[int]]:
     """Addresses of the memory of a call's tensors, also in attributes of objects; each with whether it still lives.
 
-    Nothing inside a torch.func transform, where tensors are wrappers. The tensors are not held.
+    Second their identities. Nothing inside a torch.func transform, where tensors are wrappers. The tensors are not
+    held.
     """
     found: dict[int, Callable[[], object]] = {}
+    given: set[int] = set()
     if autograd.transform_level() is None:
         alone = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
         for tensor in args if alone else iter_deep((args, kwargs)):
+            given.add(id(tensor))
             with suppress(RuntimeError):  # sparse and the like have none
                 local = distributed.local_of(tensor)
                 found[memory.memory_of(local)] = memory.storage_life(local)
-    return found
+    return found, given

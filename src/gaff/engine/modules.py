@@ -16,13 +16,14 @@ from threading import get_ident
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from gaff.address.nested import Arguments
 from gaff.compat import distributed
 from gaff.compat.autograd import backward_task, is_grad_enabled, is_outside_functions, transform_level
 from gaff.compat.checkpoints import saved_hooks
 from gaff.engine.clock import Frame, Run, end_call
-from gaff.engine.forwards import StandIn
+from gaff.engine.forwards import StandIn, users_forward
 from gaff.engine.node import Node
 from gaff.errors import PlanError
 
@@ -82,6 +83,13 @@ def install(node: Node, handles: list[Any], make: Callable[..., Any] = Hook, *, 
         _order(module._forward_hooks, lambda hook: type(hook.args[0]) is not Node, is_last=False)
 
 
+def is_untouched_linear(module: nn.Module) -> bool:
+    """Whether a module returns what torch's own linear layer made: nobody has put another forward or hook there."""
+    is_own = type(module).forward is nn.Linear.forward and users_forward(module.__dict__.get("forward")) is None
+    hooks = [*module._forward_hooks.values(), *torch_module._global_forward_hooks.values()]
+    return is_own and all(_is_ours(hook) for hook in hooks)
+
+
 def _is_left_by(is_wanted: Callable[[Node], bool], hook: Hook) -> bool:
     return hook.func is left and is_wanted(hook.args[0])
 
@@ -109,6 +117,10 @@ def _order_entry(module: nn.Module) -> None:
         _order(hooks, lambda hook: type(hook.args[0]) is not Node, is_last=True)
 
 
+def _is_ours(hook: Any) -> bool:
+    return isinstance(hook, Hook) or getattr(hook, "is_gaffs", False)
+
+
 def _order(hooks: Any, is_wanted: Callable[[Hook], bool], *, is_last: bool) -> None:
     """Move those of gaff's hooks that are wanted to one end of a module's table of hooks; their own order stays.
 
@@ -116,11 +128,7 @@ def _order(hooks: Any, is_wanted: Callable[[Hook], bool], *, is_last: bool) -> N
     """
     if len(hooks) < 2:
         return
-    ours = [
-        number
-        for number, hook in hooks.items()
-        if (isinstance(hook, Hook) or getattr(hook, "is_gaffs", False)) and is_wanted(hook)
-    ]
+    ours = [number for number, hook in hooks.items() if _is_ours(hook) and is_wanted(hook)]
     for number in sorted(ours, reverse=not is_last):
         hooks.move_to_end(number, last=is_last)
 

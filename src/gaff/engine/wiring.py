@@ -275,15 +275,16 @@ class Wiring:
         if self.swaps:
             clock.at_end.append(self.swaps.end)
         if self.leaves or self.has_arms:
-            clock.at_end += [lambda run, output: self.gradients.settle_later(), self.gradients.mark_returned]
+            clock.at_end.append(self.gradients.run_ended)
             clock.at_recomputed.append(self.gradients.settle_later)
         if self.leaves:
             self.gradients.asks_for_runs = True
             clock.at_begin.append(self._follow_leaves)
             clock.at_end.append(lambda run, output: self._follow_leaves(run))  # FSDP2 makes tensors in a forward
+            self.gradients.at_pass.append(self._follow_leaves)
 
-    def _follow_leaves(self, run: Run) -> None:
-        """Hook the parameters that are there now, for they may have been replaced since the last run."""
+    def _follow_leaves(self, run: Run | None = None) -> None:
+        """Hook the parameters that are there now, for they may have been replaced, or come to require grad, since."""
         for leaf in self.leaves:
             leaf.follow(run)
 

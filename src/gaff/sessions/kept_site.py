@@ -262,8 +262,8 @@ class KeptSite:
         if had_grad:
             set_grad_enabled(False)  # cheaper than detaching first
         try:
-            address = memory_of(value)
-            if address not in run.model and address not in run.arguments and value.is_cpu and not value.is_quantized:
+            address, given = memory_of(value), run.given
+            if address not in given.model and address not in given.memory and value.is_cpu and not value.is_quantized:
                 if not value.untyped_storage().resizable():  # a NumPy array points at this memory
                     return value.clone()
                 return self._lazy(value)  # type: ignore[misc]

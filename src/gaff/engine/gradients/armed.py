@@ -8,7 +8,7 @@ set and found again by ``pending.Gradients``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -236,8 +236,9 @@ class Meetings:
     told to each of these runs.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, ended: EndedGraphs) -> None:
         self.tensor = weakref.ref(tensor)
+        self._ended = ended
         self._calls: list[Armed] = []
         self._runs: dict[Run, int] = {}  # how many of the calls are of each
         self._prune_at = 1
@@ -248,8 +249,9 @@ class Meetings:
     def add(self, armed: Armed, *, is_shared: bool) -> None:
         """Note one more call, and now and then let go of those of which nothing will come any more.
 
-        A call whose autograd graph is gone and that has heard nothing may still bring a gradient, by other uses in its
-        run. Of such calls the last ones are kept (64, chosen). ``is_shared`` is for ``Armed.let_go``.
+        A call whose autograd graph is gone may still bring a gradient, by other uses in its run: those are kept as long
+        as something is there that the run has returned, and of calls that have heard nothing the last ones (64,
+        chosen). ``is_shared`` is for ``Armed.let_go``.
         """
         armed.met = self
         self._calls.append(armed)
@@ -257,7 +259,8 @@ class Meetings:
         if len(self._calls) < self._prune_at:
             return
         unheard = [one for one in self._calls[:-1] if one.is_over() and not one.fired]
-        gone = {id(one) for one in self._calls[:-1] if one.is_over() and one.fired} | set(map(id, unheard[:-64]))
+        heard = [one for one in self._calls[:-1] if one.is_over() and one.fired and self._ended.is_past(one.run)]
+        gone = {*map(id, heard), *map(id, unheard[:-64])}
         for one in self._calls:
             if id(one) in gone:
                 one.let_go(is_shared=is_shared)
@@ -294,13 +297,36 @@ class Meetings:
     def _is_used(self, run: Run, gradients: Passes, others: Collection[Run] | None) -> bool:
         """Whether the pass comes from a node that may be one of the run's, though by nothing that the run returned.
 
+        A node that a differentiable pass of the run may have made, and no run in its forward, may be one of its.
         ``others``, where it is not known which runs met the tensor: what none of these has made may be this run's, too.
         """
         nodes = gradients.pass_graph.handing_to(self._position)
         due = [autograd.sequence_of(node) for node in nodes or () if autograd.is_due(node)]
         if others is not None and not all(any(number in one.made for one in others) for number in due):
             return True
-        return nodes is None or any(number in run.made for number in due)
+        again = [number for number in due if number >= run.again_since]
+        is_again = any(not any(number in one.made for one in self._runs) for number in again)
+        return nodes is None or is_again or any(number in run.made for number in due)
+
+
+class EndedGraphs:
+    """Of runs that have ended whether the autograd graph of what they returned is still there."""
+
+    def __init__(self) -> None:
+        self._lives: dict[Run, Callable[[], object]] = {}
+        self._prune_at = 64
+
+    def add(self, run: Run, returned: Iterable[Tensor]) -> None:
+        """Note what a run, which ends now, returns; its tensors that have a gradient."""
+        self._lives[run] = autograd.graph_life(returned)
+        if len(self._lives) >= self._prune_at:
+            self._lives = {one: life for one, life in self._lives.items() if life() is not None}
+            self._prune_at = 2 * len(self._lives) + 64
+
+    def is_past(self, run: Run) -> bool:
+        """Whether nothing is known of a run by which more gradients may come."""
+        life = self._lives.get(run)
+        return life is None or life() is None
 
 
 class Met:
@@ -308,12 +334,13 @@ class Met:
 
     def __init__(self) -> None:
         self._known: dict[int, Meetings] = {}  # by identity of the tensor
+        self.ended = EndedGraphs()
 
     def of(self, tensor: Tensor) -> Meetings:
         """Those of a tensor, made when they are first asked for."""
         known = self._known.get(id(tensor))
         if known is None or known.tensor() is not tensor:
-            known = self._known[id(tensor)] = Meetings(tensor)
+            known = self._known[id(tensor)] = Meetings(tensor, self.ended)
         return known
 
     def knows(self, tensor: Tensor) -> bool:
@@ -328,3 +355,4 @@ class Met:
     def clear(self) -> None:
         """Forget all of them."""
         self._known.clear()
+        self.ended = EndedGraphs()

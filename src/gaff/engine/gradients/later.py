@@ -20,8 +20,15 @@ GETS_NONE = "the tensor is a view made without grad mode: torch brings it no gra
 WRITTEN_LATER = "the tensor did not require grad; what was written into it later does"
 
 
+_MOST_RUNS = 256
+
+
 class Later:
-    """The tensors that somebody may still make require grad, by the run in which they passed. Each is held weakly."""
+    """The tensors that somebody may still make require grad, by the run in which they passed. Each is held weakly.
+
+    Those of a run that has ended are waited for as long as they live, as features that are fed to a head of one's own;
+    of the last runs alone (256, chosen).
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[Run, list[tuple[weakref.ref[Tensor], int, str, Stream, int]]] = {}
@@ -35,16 +42,14 @@ class Later:
         reason = reason if torch.is_grad_enabled() else NO_GRAD_MODE
         self._waiting.setdefault(run, []).append((weakref.ref(tensor), memory.version_of(tensor), reason, stream, call))
 
-    def settle(self, arm: Callable[[Tensor, Stream, Run, int], object], *, is_final: bool) -> None:
-        """Let ``arm`` hook what has come to require grad.
+    def settle(self, arm: Callable[[Tensor, Stream, Run, int], object]) -> None:
+        """Let ``arm`` hook what has come to require grad, of the runs that are over or in progress on this thread.
 
-        ``is_final``: of the runs that are over, and the streams of the rest are told why nothing comes. Else a backward
-        pass is about to begin on this thread: of the runs in progress on it, and the rest goes on waiting.
+        The streams of tensors that are gone are told why nothing comes, when their run is over.
         """
-        for run in list(self._waiting):
-            is_over = not run.frames
-            if is_over == is_final and (is_over or run.thread == get_ident()):
-                self._settle(run, arm, is_final=is_final)
+        for at, run in enumerate(list(self._waiting)):
+            if not run.frames or run.thread == get_ident():
+                self._settle(run, arm, is_final=at < len(self._waiting) - _MOST_RUNS)
 
     def close(self, arm: Callable[[Tensor, Stream, Run, int], object]) -> None:
         """Settle all of them: the session ends."""
@@ -62,7 +67,7 @@ class Later:
                         arm(tensor, stream, run, call)
                     else:
                         stream.absent(run, call, WRITTEN_LATER)
-                elif is_final:
+                elif is_final or (not run.frames and (tensor is None or reason == GETS_NONE)):
                     stream.absent(run, call, reason)
                 else:
                     kept.append(one)

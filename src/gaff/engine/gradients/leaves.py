@@ -74,7 +74,7 @@ class LeafGradient:
         self._base: Any = None  # and the handle of the hook on what that was made of
         self._prune_at = 8
         self._has_fired = False
-        self._last: tuple[int, Any] = (-1, None)  # the backward pass and checkpoint of the last arrival
+        self._last: tuple[int, Any] = (-1, None)  # the outermost pass of the last arrival, and where inside
 
     @property
     def _position(self) -> int:
@@ -244,12 +244,14 @@ class LeafGradient:
     def _refuse_parts(self, run: Run) -> None:
         """Refuse to edit a gradient that comes in parts; an edit of each part is no edit of their sum.
 
-        Reentrant checkpoints run backward apart, and so may a custom Function: a parameter used in two of them, or in
-        one and outside, gets its gradient in parts. A second arrival in the same pass from another place tells that.
+        Reentrant checkpoints run backward apart, and so may a custom Function, also several times: a parameter used in
+        two of them, or in one and outside, gets its gradient in parts. A second arrival in the same pass from another
+        place tells that.
         """
         region = next(checkpoints.recomputing_functions(), None)
-        last, self._last = self._last, (outermost_passes(), region)
-        if last[0] == self._last[0] and last[1] is not region:
+        place = (region, autograd.backward_task() if region is not None else -1)
+        last, self._last = self._last, (outermost_passes(), place)
+        if last[0] == self._last[0] and last[1] != place:
             self._stream.refuse(run, 0, APART)
 
 

@@ -8,8 +8,7 @@ closes (``Gradients``).
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -17,11 +16,12 @@ import torch
 from torch import Tensor
 
 from gaff.address.nested import iter_tensors
-from gaff.compat import autograd, memory, modes
+from gaff.compat import autograd, modes
 from gaff.compat.autograd import is_wrapper
 from gaff.compat.compiler import has_compiled_autograd, uncompiled
 from gaff.engine.clock import Run
 from gaff.engine.gradients.armed import Armed, ArmedShare, ArmedView, Met
+from gaff.engine.gradients.chains import Chain, Chains
 from gaff.engine.gradients.later import Later
 from gaff.engine.gradients.reach import PassGraph
 from gaff.engine.gradients.tensor_hooks import (
@@ -61,7 +61,7 @@ class Gradients:
         self.asks_for_runs = has_edits  # somebody asks whose backward pass it is
         self.pass_graph = PassGraph()
         self.has_edges = False
-        self._chains: dict[tuple[int, int], tuple[weakref.ref[Tensor], list[tuple[object, list[Armed]]]]] = {}
+        self._chains = Chains()
         self.has_edits = has_edits
         self.has_backward = False  # a backward pass of any run has been seen
         self._armed: list[Armed] = []
@@ -70,6 +70,7 @@ class Gradients:
         self._is_hidden = False  # a pass was compiled as a whole, while compiled code was to tell gradients
         self._tasks: dict[int, dict[Run, None]] = {}
         self.later = Later()
+        self.at_pass: list[Callable[[], None]] = []  # called before each backward pass, outside of all others
 
     @property
     def only_looks(self) -> bool:
@@ -100,14 +101,23 @@ class Gradients:
             armed.follow_base(tensor, self)
         else:
             armed = Armed(stream, run, call)
-        if run.began_after(tensor):
+        before = self._of_other_runs(tensor, run)
+        if before or run.began_after(tensor):
             self.asks_for_runs = True
-            self.met.of(tensor).add(armed, is_shared=self.has_edits)
+            for one in (*before, armed):
+                self.met.of(tensor).add(one, is_shared=self.has_edits)
         if self.has_edits and hasattr(stream, "expect"):
             stream.expect(tensor)
         armed.lie_as(tensor)
         self._hook(tensor, armed, is_part=is_part)
         return armed
+
+    def _of_other_runs(self, tensor: Tensor, run: Run) -> list[Armed]:
+        """The hooks of other runs on a tensor that were set as on one which their run had made: it cannot have been."""
+        hooks = (tensor._backward_hooks or {}).values()
+        ours = [hook.args[1] for hook in hooks if isinstance(hook, partial) and hook.args[:1] == (self,)]
+        found = self._chains.on(tensor) if self.has_edits else ours
+        return [one for one in found if isinstance(one, Armed) and one.run is not run and one.met is None]
 
     def arm_plain(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
         """As ``arm``, for a tensor inside an autograd graph that is no view, and where nothing is edited."""
@@ -154,7 +164,7 @@ class Gradients:
         written to in place has another gradient, so the chain is found by the tensor and its version.
         """
         if self.has_edits:
-            self._join_chain(tensor, armed)
+            self._chains.join(tensor, armed, lambda chain: on_gradient(tensor, partial(_arrived_chain, self, chain)))
             if not is_part:
                 take_turn(armed.handle, self.number)
         else:
@@ -162,26 +172,6 @@ class Gradients:
             if is_part:
                 be_first(armed.handle)
         self.add(armed)  # with its handle: one without counts as gone
-
-    def _join_chain(self, tensor: Tensor, armed: Armed) -> None:
-        """Let ``armed`` act in its order among the edits of one tensor, by the one hook that they have there."""
-        key = id(tensor), memory.version_of(tensor)  # once written to in place, it has another gradient
-        known = self._chains.get(key)
-        place = (armed.run, getattr(armed.stream, "place", None), armed.call)
-        if known is not None and known[0]() is tensor and known[1][0][1][0].handle is not None:
-            chain, armed.handle = known[1], known[1][0][1][0].handle
-            if chain[0][0] == place:
-                chain[0][1].append(armed)
-            else:
-                chain.insert(0, (place, [armed]))
-            if len(chain) > 8:  # on a leaf, which outlives the graphs of many runs
-                chain[:] = [row for row in chain if not all(one.is_dead() for one in row[1])]
-            return
-        chain = [(place, [armed])]
-        if len(self._chains) > 64:
-            self._chains = {at: row for at, row in self._chains.items() if row[0]() is not None}
-        self._chains[key] = weakref.ref(tensor), chain
-        armed.handle = on_gradient(tensor, partial(_arrived_chain, self, chain))
 
     def mark(self, tensor: Tensor, run: Run) -> None:
         """Take a backward pass for one of ``run`` when it comes by ``tensor``, which a call of the run has made."""
@@ -222,6 +212,8 @@ class Gradients:
     def heard(self, run: Run) -> None:
         """Note that ``run`` has had a gradient. A leaf that it met may get one in a pass of another run."""
         run.has_backward = self.has_backward = True
+        if autograd.is_grad_enabled():  # a differentiable pass, which makes nodes
+            run.again_since = min(run.again_since, autograd.next_sequence())
 
     def is_recent(self, run: Run) -> bool:
         """Whether few runs (64, chosen) have set hooks since ``run`` began."""
@@ -238,6 +230,13 @@ class Gradients:
                 if autograd.takes_gradient(tensor) and not tensor.is_leaf:
                     self.mark(tensor, run)
 
+    def run_ended(self, run: Run, output: Any) -> None:
+        """``run`` has ended and returned ``output``: see ``Later.settle`` and ``mark_returned``."""
+        self.settle_later()
+        self.mark_returned(run, output)
+        if self.asks_for_runs:
+            self.met.ended.add(run, [one for _, one in iter_tensors(output) if autograd.takes_gradient(one)])
+
     def close(self) -> None:
         """Remove every hook; what a backward pass left out is told to the streams as None.
 
@@ -253,14 +252,16 @@ class Gradients:
         self._chains.clear()
         self.pass_graph.let_go()
 
-    def settle_later(self, *, is_final: bool = True) -> None:
-        """Set the hooks of tensors that have come to require grad; tell the streams of the others, if ``is_final``."""
-        self.later.settle(self.arm, is_final=is_final)
+    def settle_later(self) -> None:
+        """Set the hooks of tensors that have come to require grad; tell the streams of those that no longer can."""
+        self.later.settle(self.arm)
 
     def pass_begins(self, _outputs: Any, *, is_inside: bool) -> None:
         """A backward pass is about to begin; ``is_inside``: hooks are inside compiled code."""
         self._is_hidden = self._is_hidden or (is_inside and has_compiled_autograd())
-        self.settle_later(is_final=False)
+        self.settle_later()
+        for begins in self.at_pass:
+            begins()
 
     def _prune(self) -> None:
         """Forget hooks whose autograd graph is gone, and tell their streams what never came.
@@ -345,7 +346,7 @@ def _mark_arrived(gradients: Gradients, mark: Armed, is_passed_on: bool, gradien
         (gradients.heard if is_passed_on else gradients.seen)(mark.run)
 
 
-def _arrived_chain(gradients: Gradients, chain: list[tuple[object, list[Armed]]], gradient: Tensor) -> Tensor | None:
+def _arrived_chain(gradients: Gradients, chain: Chain, gradient: Tensor) -> Tensor | None:
     """The tensor hook where edits are: each gets what the one before it returned; None if nobody changed anything."""
     changed: Tensor | None = None
     for _, group in chain:

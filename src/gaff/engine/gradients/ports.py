@@ -10,7 +10,7 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gaff.address.grammar import Key, Site, print_key
 from gaff.address.nested import Arguments, dig, first_tensor, iter_tensors, opaque_in
@@ -21,6 +21,7 @@ from gaff.engine.gradients.armed import Armed, ArmedView
 from gaff.engine.gradients.later import NO_GRAD_MODE
 from gaff.engine.gradients.pending import Gradients
 from gaff.engine.gradients.tensor_hooks import passed_in, place_of
+from gaff.engine.modules import is_untouched_linear
 from gaff.engine.node import Node
 from gaff.engine.streams import Act, Stream
 from gaff.errors import SiteError
@@ -130,7 +131,7 @@ class OutputGradient(GradientArm):
             if any(tensor is other for other in given.args):
                 self._remark_on_identity(tensor, stream)
             base = tensor._base
-            if isinstance(armed, ArmedView) and type(self._node.module) is nn.Linear and _is_flattened(tensor, base):
+            if isinstance(armed, ArmedView) and is_untouched_linear(self._node.module) and _is_flattened(tensor, base):
                 armed.is_whole = True  # nobody else can see the base
 
     def _remark_on_identity(self, tensor: Tensor, stream: Stream) -> None:

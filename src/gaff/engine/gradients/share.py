@@ -230,7 +230,7 @@ class _Share(Armed):
                 autograd.at_backward_end(partial(self.finish, task))
         come, total = self._sums.get(task, (0, None))
         if gradient is not None:
-            total = gradient if total is None else total + gradient
+            total = gradient if total is None else _sum(total, gradient)
         self._sums[task] = come + 1, total
         if come + 1 == self._expected:
             self.finish(task)
@@ -246,6 +246,11 @@ class _Share(Armed):
             self.refuse(refused)
         else:
             self.deliver(total)
+
+
+def _sum(total: Tensor, gradient: Tensor) -> Tensor:
+    """The sum of two parts of a gradient; torch adds a dense one to a sparse one in one order alone."""
+    return gradient + total if total.is_sparse and not gradient.is_sparse else total + gradient
 
 
 def _share_arrived(share: _Share, position: int, handed: tuple[Tensor | None, ...], _given: Any) -> None:

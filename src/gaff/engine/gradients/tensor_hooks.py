@@ -115,9 +115,12 @@ def on_base(view: Tensor, is_stale: Callable[[], bool], callback: Callable[[Tens
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """A view of all of ``tensor``, in its autograd graph whatever grad mode says, with its attributes and placement."""
+    """A view of all of ``tensor``, in its autograd graph whatever grad mode says, with its attributes and placement.
+
+    Made by ``tensor[...]``, of which the gradient goes on as it came, also one that is sparse.
+    """
     with torch.enable_grad():  # a module without grad mode may return what it was given
-        alias = modes.unseen(tensor.view_as, tensor)
+        alias = modes.unseen(tensor.__getitem__, ...)
     alias.__dict__.update(tensor.__dict__)
     if ANY_PARTS and tensor in PARTS:
         PARTS[alias] = PARTS[tensor]

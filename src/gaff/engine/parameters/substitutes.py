@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+import torch._functorch.utils as functorch_utils
 from torch import Tensor, nn
 
 from gaff.address.nested import map_tensors
@@ -235,8 +236,21 @@ def _registered(register: Callable[..., None]) -> Callable[..., None]:
     return register_parameter
 
 
-# While open: a module that is given what stands in, as one that ties its weights in its forward, has the parameter.
-parameters_given = Replacements((nn.Module, "register_parameter", _registered))
+def _applied(unwrap: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch makes of the arguments of every custom Function, which asks no class of theirs: substitutes, here."""
+
+    @wraps(unwrap)
+    def unwrap_dead_wrappers(args: tuple[Any, ...]) -> Any:
+        return unwrap(tuple(_substitute(arg) for arg in args) if _BY_TENSOR else args)
+
+    return unwrap_dead_wrappers
+
+
+# While open: a module that is given what stands in, as one that ties its weights in its forward, has the parameter; a
+# custom Function that is given the parameter has what stands in.
+parameters_given = Replacements(
+    (nn.Module, "register_parameter", _registered), (functorch_utils, "unwrap_dead_wrappers", _applied)
+)
 
 
 _TENSORS = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag, Tensor.data)  # attributes with values
