@@ -188,6 +188,9 @@ SHARDED = {
     "test_gradient_penalty_has_bare_bits": AGAIN,
     "test_double_backward_goes_through_edits_of_gradients": AGAIN,
     "test_gradients_in_parts_are_refused": "FSDP2 brings a parameter's gradient in one part",
+    "test_an_edit_of_a_gradient_that_comes_in_tiles_is_refused": "FSDP2 brings a parameter's gradient in one part",
+    "test_a_parameter_in_a_closure_that_is_handed_on": PARTS,
+    "test_a_parameter_that_is_unfrozen_or_replaced_between_runs": PARTS,
     "test_one_backward_for_two_runs_is_told_to_both": OWN,
     "test_a_pass_that_no_run_is_known_of_is_refused_where_several_met_the_leaf": OWN,
     "test_hooks_on_a_leaf_of_many_runs_stay_few": OWN,
@@ -222,6 +225,7 @@ FROZEN = "DistributedDataParallel takes no model without a parameter that is tra
 UNUSED = "DistributedDataParallel refuses parameters that get no gradient"
 
 REPLICATED = {
+    "test_a_run_of_which_one_output_is_gone_still_has_its_pass": "DDP wants all that a model returns in each pass",
     "test_edits_of_several_sessions_stand_in_one_upon_the_other": "DistributedDataParallel wants every parameter used",
     "test_a_checkpointed_function_is_recomputed_with_what_stood_in": "DistributedDataParallel wants a pass for each run",
     "test_code_that_changes_while_something_stands_as_forward_runs[recompiled": NO_COPY,

@@ -19,7 +19,8 @@ from gaff.record.run_case import RunCase
 CERTAINTIES = ("certain", "likely", "possible")
 LEAST_GAIN = 0.2  # of what the best run gained over the first step, by which a change counts as what helps
 # Below which part of its first stretch a loss has got over what these say.
-_HARMLESS_BELOW = ((0.9, ("sparse_gradient",)), (0.5, ("saturated", "vanishing")), (0.01, ("dead_units",)),
+_HARMLESS_BELOW = ((0.9, ("sparse_gradient",)), (0.5, ("saturated", "vanishing")),
+                   (0.3, ("updates_round_away",)), (0.01, ("dead_units",)),
                    (0.02, ("initial_loss",)))  # fmt: skip
 _LEAST_LR = 1e-6  # a weight of 1 changes by 6e-8 at the least, in float32
 _FIRST = 5
@@ -334,13 +335,30 @@ def falls_without_bound(case: RunCase) -> Claim | None:
 def not_finite(case: RunCase) -> Claim | None:
     """A NaN or inf whose place is known. Certain that it came; where the loss had risen before, or was far too large at
     first, only what it came from is told by another cause; so it is where the loss had jumped, by numbers that overflow
-    as far as is known."""
+    as far as is known. Of outputs alone, in a run whose losses are finite and fall, it is possible: they may be left
+    out on purpose."""
     finding = case.found("nonfinite")
     is_scale = _breaks_by_scale(case) if case.found("input_scale") is not None else case.begins_far_above
-    if finding is None or case.rise is not None or is_scale or (case.jump is not None and _overflows(finding)):
+    is_risen = case.rise is not None and not (case.rise[3] < 1000 * case.rise[2] and _is_outside(finding))
+    if finding is None or is_risen or is_scale or (case.jump is not None and _overflows(finding)):
         return None
-    return Claim("nonfinite", "certain", finding.message or told_of(finding), origin_of(finding), finding.since,
+    text, is_left_out = finding.message or told_of(finding), _is_left_out(finding, case)
+    if is_left_out:
+        text = f"{text}, and no loss, gradient or weight with it: what is not finite may be left out on purpose"
+    return Claim("nonfinite", "possible" if is_left_out else "certain", text, origin_of(finding), finding.since,
                  finding.remedy, tuple(one.rule for one in case.findings if one is not finding))  # fmt: skip
+
+
+def _is_outside(finding: Finding | None) -> bool:
+    """Whether a loss was not finite of outputs that were."""
+    return finding is not None and finding.cause.startswith("it began outside the model")
+
+
+def _is_left_out(finding: Finding, case: RunCase) -> bool:
+    """Whether outputs alone were not finite, while all losses were, and have fallen."""
+    is_of_output = finding.site.rpartition(":")[2] not in ("grad", "param", "update", "grad_output", "grad_input")
+    is_finite = all(math.isfinite(value) for curve in case.losses.values() for value in curve.values)
+    return bool(finding.site) and is_of_output and is_finite and _has_learned(case)
 
 
 def _breaks_by_scale(case: RunCase) -> bool:

@@ -191,7 +191,7 @@ class Hearing:
             if self._ends.setdefault(key, ends) != ends:
                 past.moved.add(key)
         tokens = sample.facts.get("tokens", {})
-        past.has_leaked |= not sample.age and bool(tokens.get("leaks") or tokens.get("leaks_row"))
+        past.leaked |= {row for row in ("", "_row") if not sample.age and tokens.get("leaks" + row)}
         for one in sample.facts.get("targets", ()):
             if one["count"] >= LEAST_TARGETS:
                 past.targets.add(one["low"] if one["low"] == one["high"] else math.inf)
@@ -214,6 +214,9 @@ class Hearing:
             for model, norm in sample.norms(port).items():
                 self.past.norms.setdefault((model, port), deque(maxlen=_NORMS)).append(norm)
                 self.past.norms.setdefault((model, f"first {port}"), deque([norm]))
+        for key, row in sample.port("grad_output").items():
+            if key[1].startswith(":grad_output") and row.zeros < 1.0:  # a loss has brought something to the model's end
+                self.past.norms.setdefault((key[0], "slope"), deque([row.norm]))
         for key, row in sample.port("output").items():
             if row.count:
                 known = self.past.train_outputs.get(key, [])

@@ -53,6 +53,7 @@ class Judge:
         self._direct: list[Finding] = []  # found by other means than a rule
         self._told: set[tuple[str, str]] = set()
         self._standing: Counter[tuple[str, str]] = Counter()  # looks since which a finding has stood
+        self.withdrawn: set[str] = set()  # rules that what came later has refuted
         self.broken: dict[str, str] = {}  # rules that raised, with what; they are asked no more
 
     @property
@@ -143,6 +144,7 @@ class Judge:
                      or not (past.is_acting or past.scales.varied))]  # fmt: skip
         direct = {one.rule for one in told}
         found = [*told, *(one for one in training.findings if one.rule not in direct)]
+        found = [one for one in found if one.rule not in self.withdrawn]
         hidden = {(name, one.model) for one in found if not one.is_over for name in self._hides(one.rule)}
         return [one for one in found if "batch_indices" in one.evidence
                 or (not any((one.rule, model) in hidden for model in ("", one.model))

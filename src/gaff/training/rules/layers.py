@@ -75,11 +75,12 @@ def is_normalised(sample: Sample, key: Key) -> bool:
     """Whether a model brings its input, which is at ``key``, to another scale before its first layer with weights.
 
     That is the first layer which is called, or one that is given the very numbers of the input, after others that are
-    given something else, such as a time.
+    given something else, such as a time. What it is given itself tells, where that was looked at, as differences of
+    positions, or what an embedding has made of numbers of categories.
 
-    Weights as torch initialises them, uniform and with a deviation of one over the root of three times the inputs of a
-    unit, make rms / sqrt(3) of it. Embeddings are given other inputs, and are passed over. Of a layer whose weights
-    have other names, a recurrent one, nothing is known by what it returns, which may be bounded.
+    Else weights as torch initialises them, uniform and with a deviation of one over the root of three times the inputs
+    of a unit, make rms / sqrt(3) of it. Embeddings are given other inputs, and are passed over. Of a layer whose
+    weights have other names, a recurrent one, nothing is known by what it returns, which may be bounded.
     """
     model, given = key[0], sample.port("input")[key]
     rms = given.rms
@@ -98,11 +99,19 @@ def is_normalised(sample: Sample, key: Key) -> bool:
         known = sample.parameters.get((model, f"{path}.weight:param"))
         if owner != model or (known is not None and known.kind == "embedding") or (fed and path not in fed):
             continue
+        own = sample.port("input").get((model, f"{path}:input")) if path else None
+        if (path in matrices or known is not None) and own is not None and own.count and path not in fed:
+            return not is_far_from_standard(own)
         if known is not None:
             return known.kind != "weight" or (row.count > 0 and row.rms < 0.1 * rms / math.sqrt(3))
         if path in matrices:
             return False
     return False
+
+
+def is_far_from_standard(row: Numbers) -> bool:
+    """|mean| above 5, or a standard deviation outside [0.01, 10], if any."""
+    return abs(row.mean) > 5 or row.std > 10 or 0 < row.std < 0.01
 
 
 def _is_same(one: Numbers, other: Numbers) -> bool:

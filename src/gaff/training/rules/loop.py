@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 from gaff.record.sample import Key, Parameter, Sample, path_of
@@ -11,6 +10,7 @@ from gaff.training.rules.registry import Hit, Past, rule
 from gaff.training.rules.steps import has_fallen, is_solved, stepped
 
 _KEPT = 0.05  # of a change that is still there
+_ENDLESS = 1e6  # no limit of gradients, but a way to measure them
 
 
 @rule(
@@ -87,11 +87,12 @@ def gradients_lost(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.9,
 )
 def clipped_too_early(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Since the last step clip_grad_norm_ was called, with a limit, and with no backward pass before it and one after
-    it, and found a norm of 0, or the very gradients that the last step has used. Certain."""
+    """Since the last step clip_grad_norm_ was called, with a limit below a million (chosen: one that is never reached
+    only measures), and with no backward pass before it and one after it, and found a norm of 0, or the very gradients
+    that the last step has used. Certain."""
     found = sample.facts.get("clipped") or {}
     is_early = found and not found.get("passes", 1) and sample.facts.get("backwards")
-    if is_early and found["most"] < math.inf and (found["is_stale"] or not found["norm"]):
+    if is_early and found["most"] < _ENDLESS and (found["is_stale"] or not found["norm"]):
         yield Hit(("", ""), limit=found["most"])
 
 
@@ -227,7 +228,7 @@ def sees_the_future(sample: Sample, past: Past) -> Iterator[Hit]:
     if not found or found["same"] >= 0.9 or max(found["next"], found["next_row"]) < 1.0 or not found["begins"]:
         return
     row = "" if found["next"] == 1.0 else "_row"
-    if found["leaks" + row] and past.has_leaked:
+    if found["leaks" + row] and row in past.leaked:
         yield Hit(("", ""), "sequences that begin with the same token, and go on with another, differ in what the model"
                   " returns at their first position: it sees the tokens that it is to tell")  # fmt: skip
     elif _attends(sample, "sees", row) and not found["is_causal" + row]:
@@ -300,13 +301,13 @@ def zero_at_the_step(sample: Sample, past: Past) -> Iterator[Hit]:
     hides=("zero_gradient", "vanishing", "never_updated", "update_small", "no_signal"),
 )
 def loss_gives_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
-    """All gradients at what a model returns are zero in each element. Not where all losses are zero that were not so
-    at first: what has a margin is solved then. Certain."""
+    """All gradients at what a model returns are zero in each element, and have been at each look. Not where all losses
+    are zero that were not so at first: what has a margin is solved then. Certain."""
     rows = sample.port("grad_output")
     ends = {key: row for key, row in rows.items() if key[1].startswith(":grad_output") and row.count}
     for model in dict.fromkeys(key[0] for key in ends) if not is_solved(sample, past) else ():
         zeros = [row.zeros == 1.0 for key, row in ends.items() if key[0] == model]
-        if all(zeros):
+        if all(zeros) and (model, "slope") not in past.norms:
             yield Hit((model, ""), outputs=len(zeros))
 
 

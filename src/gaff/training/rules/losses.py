@@ -161,7 +161,8 @@ def labels_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     """Every target that a loss function of torch's was given in a step is one number, of eight or more examples.
 
     In each look so far, or another number in another look, as where data is sorted by label. In runs with one optimizer
-    and one loss. Left out are targets of 0, 1 or -1 of a regression, as of a term that is to be that everywhere, those
+    and one loss. Left out are targets of a regression that are 0, 1 or -1, or stand beside further terms of the loss,
+    as of one that is to be that everywhere, those
     of a binary cross entropy that are not all 0, as of differences of scores, losses against probabilities, and a cross
     entropy over scores of pairs that were put together, of which the right one may always be the first.
     """
@@ -176,7 +177,8 @@ def labels_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     kinds = len(past.targets - {math.inf})
     if math.inf in past.targets and kinds < 2:
         return
-    if any(abs(one["low"]) in (0, 1) and one["function"] in _PAIRWISE for one in told):
+    has_more = sample.facts.get("terms", 1) > len(told)  # such as those of an equation, by hand
+    if any((abs(one["low"]) in (0, 1) or has_more) and one["function"] in _PAIRWISE for one in told):
         return
     if any(one["low"] != 0 and one["function"] in _OF_TRUTHS for one in told):
         return

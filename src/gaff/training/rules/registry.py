@@ -133,7 +133,7 @@ class Past:
     targets: set[float] = field(default_factory=set)  # of batches whose targets were all alike; inf: of one that mixed
     trained: set[str] = field(default_factory=set)  # models of which a parameter had a gradient at its step
     moved: set[Key] = field(default_factory=set)  # parameters whose smallest or largest element has been another
-    has_leaked: bool = False  # at the first step outputs of a sequence have told of later tokens
+    leaked: set[str] = field(default_factory=set)  # "" or "_row": of such targets outputs told at the first step
     forbidden: dict[Key, int] = field(default_factory=dict)  # how many -inf a parameter held when it was first seen
 
     @property

@@ -155,8 +155,9 @@ def _may_be_chained(weights: list[Parameter]) -> bool:
     shapes = [one.shape for one in weights if one.kind == "weight" and len(one.shape) == 2]
     if len(shapes) < len(weights) or len({inputs for _, inputs in shapes}) > 1:
         return True
+    are_alike = len({*shapes}) == 1  # side by side, unless one may be given all that another returns
     return any(
-        inputs % max(2, units) == 0 or units % inputs == 0  # a number of them, as the gates of a recurrent layer
+        units % inputs == 0 or (inputs % max(2, units) == 0 and not are_alike)  # a number of them, as a GRU's gates
         for at, (_, inputs) in enumerate(shapes)
         for units, _ in shapes[:at] + shapes[at + 1 :]
     )

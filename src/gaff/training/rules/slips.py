@@ -60,7 +60,8 @@ def betas_swapped(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def loads_itself(sample: Sample, past: Past) -> Iterator[Hit]:
     """After the first step a model is loaded with tensors that lie in the very memory of its own parameters, all of
-    them. Told when it happens. Certain."""
+    them; not where the program has written into them since the last step, as to limit them, before the second such
+    load. Told at the end. Certain."""
     yield from ()
 
 

@@ -20,6 +20,7 @@ from gaff.record.statistics import Numbers
 from gaff.training.rules.layers import (
     clips_an_explosion,
     in_branches,
+    is_far_from_standard,
     is_normalised,
     weights_by_depth,
     zeros_behind,
@@ -295,7 +296,8 @@ def input_scale(sample: Sample, past: Past) -> Iterator[Hit]:
 
     Asked of the first floating tensor that a model is given, by position or by name; of a model whose parts are called
     one by one, that the first part is given; not of what another model has made. A model that normalises it itself is
-    left out: its first layer is a norm, or returns a tenth or less of what its initial weights make of such an input.
+    left out: its first layer is a norm, is given what is not far, or returns a tenth or less of what its initial
+    weights make of such an input.
     """
     asked: set[str] = set()
     given = sample.facts.get("given", {})
@@ -304,8 +306,7 @@ def input_scale(sample: Sample, past: Past) -> Iterator[Hit]:
         if not site or path_of(key[1]) != path_of(site) or key[0] in asked or "mask" in key[1]:
             continue
         asked.add(key[0])
-        is_far = row.count > 16 and (abs(row.mean) > 5 or row.std > 10 or 0 < row.std < 0.01)
-        if is_far and not is_normalised(sample, key):
+        if row.count > 16 and is_far_from_standard(row) and not is_normalised(sample, key):
             yield Hit(key, mean=row.mean, std=row.std, min=row.min, max=row.max)
 
 
@@ -412,17 +413,22 @@ def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
 def eval_drift(sample: Sample, past: Past) -> Iterator[Hit]:
     """The first layer whose rms in eval mode is five times larger or smaller than in training, from step 20 on.
 
-    Left out is what returns one number for a batch: a loss, or a measure. Compared is with the latest look at training,
-    if that was in the second half of the run so far. By what the rms has
-    changed from the look before to that one it may have changed on to the evaluation, which is allowed for.
+    Left out is what returns one number for a batch: a loss, or a measure; and the output of the model as a whole, where
+    its layers return what they did: it may make probabilities, or units of it, in evaluation alone. Compared is with
+    the latest look at training, if that was in the second half of the run so far. By what the rms has changed from the
+    look before to that one it may have changed on to the evaluation, which is allowed for.
     """
     if sample.age < 20 or sample.facts.get("training"):
         return
+    compared: set[str] = set()
     for key, row in sample.port("output").items():
         known = past.train_outputs.get(key, [])
+        if not path_of(key[1]) and key[0] in compared:
+            continue
         if not known or row.count <= 1 or not known[-1][1] or sample.step - known[-1][0] > sample.age / 2:
             continue
         step, rms = known[-1]
+        compared.add(key[0])
         far = abs(math.log(row.rms / rms)) if row.rms else math.inf
         if far > math.log(5) + _change(known) * (sample.step - step):
             told = f"the rms of {key[1]} is {row.rms:.4g} in evaluation, and was {rms:.4g} in training at step {step}"

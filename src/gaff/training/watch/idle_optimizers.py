@@ -51,6 +51,7 @@ class IdleOptimizers:
         self._optimizers = optimizers
         self._found: list[Idle] = []
         self._due = _FIRST
+        self.was_wrong = False  # all that was found has made a step since
 
     def passed(self, count: int) -> None:
         """So many steps were made, or backward passes where there was no step yet: search, where it is time.
@@ -68,6 +69,7 @@ class IdleOptimizers:
         if self._found:
             held = {id(parameter) for _, parameter in parameters_of(optimizer)}
             self._found = [one for one in self._found if not any(id(part.now()) in held for part in one.parts)]
+            self.was_wrong = not self._found
 
     def facts(self) -> list[dict[str, Any]]:
         """What was found and holds still, as rules read it."""

@@ -49,7 +49,7 @@ class OptimizerSteps:
         self.schedules = Schedules()
         self.clearing = Clearing()
         self.lost = LostPasses()
-        self._written = WrittenBack(models)
+        self.written = WrittenBack(models)
         self.updates: dict[int, Update] = {}
         self.skipped = 0
         self.in_a_row = 0
@@ -106,7 +106,7 @@ class OptimizerSteps:
         end. What the optimizer keeps (its moments) is read at every fourth look only.
         """
         name = type(optimizer).__name__
-        self._written.begins(optimizer, self.optimizers.counts.get(optimizer, 0))
+        self.written.begins(optimizer, self.optimizers.counts.get(optimizer, 0))
         if sampled is None:
             return
         has_moments = self.looks % _MOMENTS == 0
@@ -123,7 +123,7 @@ class OptimizerSteps:
         self.lost.used(optimizer)
         update.begin()
         self.updates[id(optimizer)] = update
-        sampled.facts |= self._written.take()
+        sampled.facts |= self.written.take()
         if optimizer not in self.optimizers.counts:
             now = self._marks()
             same = {model for model, marks in self._weights.items() if marks and now.get(model) == marks}
@@ -159,11 +159,12 @@ class OptimizerSteps:
                 update.end()
                 if update.has_closure:  # which had to clear before its backward pass
                     update.was_cleared = not self.lost.has_passed or self.clearing.was_cleared(optimizer)
-                self._written.ended(optimizer, self.optimizers.counts.get(optimizer, 0) - 1, update)
+                self.written.ended(optimizer, self.optimizers.counts.get(optimizer, 0) - 1, update)
         if is_end:
             self._skipper = None
             self._stepped = {id(optimizer)}
             self.at.ended_at = perf_counter()
+            self.written.self_loads.step_ended()
         elif self.at.ended_at is not None:
             self._stepped.add(id(optimizer))
         else:
@@ -229,7 +230,7 @@ class OptimizerSteps:
         self.updates.clear()
         self.optimizers.forget()
         self.clearing.forget()
-        self._written.forget()
+        self.written.forget()
 
 
 def _is_asked(looks: int) -> bool:

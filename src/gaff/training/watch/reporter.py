@@ -144,6 +144,10 @@ class Reporter:
 
         self._worker.put(job)
 
+    def withdraw(self, *rules: str) -> None:
+        """What came later has refuted rules: what they have found is told no more."""
+        self._worker.put(lambda: self._judge.withdrawn.update(rules))
+
     def tell(self, kind: str, step: int, **told: Any) -> None:
         """Hand over an event that is to stand in the record, with what is told of it as JSON takes it, or tensors."""
         self._worker.put(lambda: self._recorder.event(kind, step, **plain(told)))

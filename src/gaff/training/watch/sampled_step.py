@@ -237,7 +237,7 @@ class SampledStep:
                 self.facts["given_others"] = True  # that are no numbers, or cannot be read
             if value is not None and at < _MOST_INPUTS:
                 site = str(Site(path, port="input", key=() if key == (0, 0) else key[1:]))
-                made = "" if tensor.requires_grad else site  # by another model, no data
+                made = site if tensor.is_leaf else ""  # by another model, no data
                 self.facts.setdefault("given", {}).setdefault(model, made)
                 self.numbers.observe((model, site), value)
                 self._latest.set(tensor, None, is_inside=self._stands is not None)

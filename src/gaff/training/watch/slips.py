@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from gaff.address.resolve import iter_modules
+from gaff.compat import memory
 from gaff.compat.elements import is_plain
 from gaff.training.watch.models import Model
 
@@ -33,7 +35,8 @@ def _on_optimizer(optimizer: Any) -> Iterator[dict[str, Any]]:
     for name in _OF_GROUPS:
         value, key = own.get(name), "lr" if name == "learning_rate" else name
         used = [group.get(key) for group in optimizer.param_groups]
-        if isinstance(value, (int, float)) and value not in used:
+        is_driven = key == "lr" and any(one != optimizer.defaults.get(key) for one in used)  # by whoever reads it
+        if isinstance(value, (int, float)) and value not in used and not is_driven:
             yield _told("", "", f"{type(optimizer).__name__}.{name}", value, f"the {key} of its groups is {used[0]}")
 
 
@@ -65,6 +68,39 @@ def _on_modules(model: Model, root: nn.Module) -> list[dict[str, Any]]:
 
 def _told(model: str, site: str, name: str, value: Any, meant: str) -> dict[str, Any]:
     return {"model": model, "site": site, "name": name, "value": value, "meant": meant}
+
+
+class SelfLoads:
+    """Loads of a model with its own tensors, which bring nothing back; where the program has written into these since
+    the last step, as to limit the weights, it loads what it means, in whatever a roundabout way."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None  # the step of the first one, if any
+        self._weight: Callable[[], Tensor | None] = lambda: None
+        self._version = 0  # of that, one of the weights, at the end of the last step
+        self._is_meant = False
+
+    def loaded(self, module: nn.Module, state: Any, step: int) -> None:
+        """``load_state_dict`` has run after so many steps. What was written before it is known from the second on."""
+        if self._is_meant or not is_loaded_with_itself(module, state):
+            return
+        weight = self._weight()
+        if weight is None:
+            self.first = step
+            self._weight = weakref.ref(next(module.parameters()))
+        else:
+            self._is_meant = memory.version_of(weight) > self._version + 1  # one write is that of the load
+        self.step_ended()
+
+    def step_ended(self) -> None:
+        """A step has ended, or nothing was written since it has."""
+        weight = self._weight()
+        if weight is not None:
+            self._version = memory.version_of(weight)
+
+    def told(self) -> int | None:
+        """The step of the first load that has brought nothing back; None where there was none."""
+        return None if self._is_meant else self.first
 
 
 def is_loaded_with_itself(module: nn.Module, state: Any) -> bool:

@@ -45,7 +45,6 @@ from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.settings import Settings
 from gaff.training.watch.setup_facts import SetupFacts
 from gaff.training.watch.shield import Shield
-from gaff.training.watch.slips import is_loaded_with_itself
 from gaff.training.watch.step_state import LoopEvent
 
 _STUCK = 17  # skipped steps in a row: sixteen halvings lead a GradScaler from its first scale to 1
@@ -110,7 +109,7 @@ class Watcher:
         if error is not None and not isinstance(error, SystemExit):
             self._flight.keep(self.step, "exception", self._batches.kept)
         _tell_rest(self)
-        self.shield.run(_tell_schedule, self)
+        self.shield.run(_tell_last, self)
         self._stop()
         self._outer.close()
         made = {"steps": self.steps_made, "backwards": self._losses.count, "others": self._steps.optimizers.others}
@@ -368,14 +367,19 @@ def _told(watcher: Watcher, steps: OptimizerSteps, setup: SetupFacts) -> Told:
 
 
 def _loaded(watcher: Watcher, setup: SetupFacts, module: nn.Module, state: Any, keys: Any) -> None:
-    """``load_state_dict`` has run: tell the rules, and what was loaded with what it holds already."""
+    """``load_state_dict`` has run: note it for the rules, and what was loaded with what it holds already."""
     setup.loaded(module, keys)
-    if watcher.steps_made and is_loaded_with_itself(module, state):
-        watcher.reporter.add(incidents.of_rule("loads_itself", watcher.steps_made), watcher.step)
+    if watcher.steps_made:
+        watcher._steps.written.self_loads.loaded(module, state, watcher.steps_made)
 
 
-def _tell_schedule(watcher: Watcher) -> None:
-    """Where a schedule has hardly begun when the run is over, tell that."""
+def _tell_last(watcher: Watcher) -> None:
+    """The run is over: tell of a schedule that has hardly begun and a load that has brought nothing back, and take
+    back what later steps have refuted."""
+    if watcher._steps.idle.was_wrong:
+        watcher.reporter.withdraw("never_stepped", "not_owned")
+    if (step := watcher._steps.written.self_loads.told()) is not None:
+        watcher.reporter.add(incidents.of_rule("loads_itself", step), watcher.step)
     found = watcher._steps.schedules.unfinished(watcher.steps_made, watcher._steps.optimizers.counts)
     if found is not None:
         kind, made, length = found

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gaff.training.watch.accumulator import readable
 from gaff.training.watch.models import Models
+from gaff.training.watch.slips import SelfLoads
 from gaff.training.watch.updates import Changed, Update, parameters_of, some_of
 
 _LATEST = 8  # steps that were looked at
@@ -19,12 +20,13 @@ class WrittenBack:
     """Compares the weights that a step has left with those that the very next step of the optimizer begins with.
 
     Of steps that are looked at. Holds some elements of each parameter of ``models`` from one step to the next, and
-    waits for nothing.
+    waits for nothing. ``self_loads``: what was meant to write them back, and did not.
     """
 
     def __init__(self, models: Models) -> None:
         self._models = models
         self._last: dict[int, tuple[int, Changed]] = {}  # by optimizer: the number of its step, and what that changed
+        self.self_loads = SelfLoads()
         self._told: dict[str, Any] = {}
         self._latest: deque[Tensor] = deque(maxlen=_LATEST)  # shares
 
