@@ -1,6 +1,8 @@
 """Legal trainings with something unusual in them: a watch goes on, and its numbers are those of a plain computation."""
 
 import math
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -473,16 +475,19 @@ def test_an_origin_is_found_in_a_model_that_holds_what_no_copy_takes(tmp_path, m
 def test_an_exception_of_the_programs_own_while_listening_ends_is_no_error_later(monkeypatch):
     """A timeout by a signal handler, which may raise anywhere."""
 
-    class Interrupted:
-        def __enter__(self):
-            pass
-
-        def __exit__(self, *exc):
-            raise TimeoutError
-
     ahead = []
-    monkeypatch.setattr(passes, "pass_watch", Interrupted())
-    monkeypatch.setattr(passes, "AHEAD", ahead)
+
+    def interrupt():
+        raise TimeoutError
+
+    def at_each(ask):
+        listening = ExitStack()
+        ahead.append(ask)
+        listening.callback(ahead.clear)
+        listening.callback(interrupt)
+        return listening
+
+    monkeypatch.setattr(passes, "backward_passes", SimpleNamespace(at_each=at_each))
     listener = passes.PassListener(lambda outputs: None, shield=None)
     listener.switch(is_on=True)
     assert len(ahead) == 1

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gaff.api import guard
 from gaff.compat import distributed
-from gaff.engine.process.models import RootWatch
+from gaff.engine.process.models import new_roots
 from gaff.engine.process.training_loop import Outer, Told
 from gaff.errors import NonFiniteError, PlanError, SiteError
 from gaff.inspection.nonfinite.examination import Examination
@@ -49,7 +49,7 @@ def examine(
     losses = _Losses(guards)
     code: Any = 0
     try:
-        with ExitStack() as stack, RootWatch(partial(_guard, guards, stack, allow)), losses:
+        with ExitStack() as stack, new_roots(partial(_guard, guards, stack, allow)), losses:
             script.run()
     except NonFiniteError as error:
         if error.report is None:

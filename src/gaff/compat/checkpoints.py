@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from gaff.compat.autograd import is_grad_enabled, is_outside_functions
 from gaff.compat.modes import frames_from, outside_modes
-from gaff.compat.replacements import Replacements
+from gaff.compat.replacements import Announced, Replacements
 
 # Raised where a checkpoint's recomputation saves the last tensor that it is asked for: in whatever op that is.
 StopRecomputation: type[Exception] = checkpoint_module._StopRecomputationError
@@ -118,8 +118,6 @@ def wrap_recomputation(region: Any, wrap: Wrap) -> bool:
 
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-# With the thread whose checkpoints are followed; or with the set of those that were, of all threads.
-_FOLLOWERS: dict[object, tuple[int | WeakSet[Any], Wrap]] = {}
 
 
 def follow_regions(wrap: Wrap, known: WeakSet[Any] | None = None) -> Callable[[], None]:
@@ -129,71 +127,74 @@ def follow_regions(wrap: Wrap, known: WeakSet[Any] | None = None) -> Callable[[]
     threads, and non-reentrant ones alone: what others save is what they recompute. While somebody follows, a method of
     each of torch's two classes is another.
     """
-    key = object()
-    _following.__enter__()
-    _FOLLOWERS[key] = get_ident() if known is None else known, wrap
+    thread = get_ident()
 
-    def end() -> None:
-        if _FOLLOWERS.pop(key, None) is not None:
-            _following.__exit__()
+    def follow(region: Any) -> None:
+        if known is None and thread == get_ident():
+            wrap_recomputation(region, wrap)
+        elif known is not None and isinstance(region, _FRAME):
+            known.add(region)
+            wrap_recomputation(region, wrap)
 
-    return end
+    return _regions.at_each(follow).close
 
 
 _FRAME: Any = checkpoint_module._CheckpointFrame
 _FUNCTION: Any = checkpoint_module.CheckpointFunction
 
 
-def _beginning(plain: Callable[..., None]) -> Callable[..., None]:
+def _beginning(told: Callable[[Any], None], plain: Callable[..., None]) -> Callable[..., None]:
     """The ``__init__`` of a non-reentrant checkpoint's frame while somebody follows."""
 
     @wraps(plain)
     def begin(frame: Any, *args: Any, **kwargs: Any) -> None:
         plain(frame, *args, **kwargs)
-        _follow(frame)
+        _tell_once(told, frame)
 
     return begin
 
 
-def _running(plain: Callable[..., Any]) -> Any:
+def _running(told: Callable[[Any], None], plain: Callable[..., Any]) -> Any:
     """The ``forward`` of a reentrant checkpoint while somebody follows."""
 
     @wraps(plain)
     def forward(node: Any, *args: Any) -> Any:
         outputs = plain(node, *args)
-        _follow(node)
+        _tell_once(told, node)
         return outputs
 
     return staticmethod(forward)
 
 
-_following = Replacements((_FRAME, "__init__", _beginning), (_FUNCTION, "forward", _running))
+def _tell_once(told: Callable[[Any], None], region: Any) -> None:
+    """Tell of a region that begins, where no patch of ours that lies below somebody else's has done so."""
+    if not vars(region).get("is_followed"):
+        region.is_followed = True
+        told(region)
 
 
-def _follow(region: Any) -> None:
-    if vars(region).get("is_followed"):  # what stood there before lies below the patch of somebody else, which stays
-        return
-    region.is_followed = True
-    for whose, wrap in list(_FOLLOWERS.values()):
-        if isinstance(whose, WeakSet) and isinstance(region, _FRAME):
-            whose.add(region)
-            wrap_recomputation(region, wrap)
-        elif whose == get_ident():
-            wrap_recomputation(region, wrap)
+_regions = Announced(
+    lambda told: Replacements(
+        (_FRAME, "__init__", partial(_beginning, told)), (_FUNCTION, "forward", partial(_running, told))
+    )
+)
 
 
-def before_recomputations(ask: Callable[[Any], None]) -> tuple[Any, str, Callable[[Any], Any]]:
-    """The place where torch begins to recompute a non-reentrant checkpoint: ``ask`` is called first, with its frame."""
+def _recomputing(ask: Callable[[Any], None], hook: Any) -> Any:
+    """Where torch begins to recompute a non-reentrant checkpoint: ``ask`` is called first, with its frame."""
 
-    def asking(hook: Any) -> Any:
-        @wraps(hook, updated=())
-        def begin(region: weakref.ref[Any], group: Any) -> Any:
-            ask(region())
-            return hook(region, group)
+    @wraps(hook, updated=())
+    def begin(region: weakref.ref[Any], group: Any) -> Any:
+        ask(region())
+        return hook(region, group)
 
-        return begin
+    return begin
 
-    return checkpoint_module, "_recomputation_hook", asking
+
+# A non-reentrant checkpoint is about to recompute: told with its frame.
+recomputations = Announced(
+    lambda ask: Replacements((checkpoint_module, "_recomputation_hook", partial(_recomputing, ask)))
+)
 
 
 class Checkpoint(NamedTuple):

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from gaff.compat.replacements import Announced
+
 _LATER: set[CodeType] = set()  # code that Dynamo is to leave alone, once it is loaded
 _UNCOMPILED: set[CodeType] = set()  # code of hooks that Dynamo was told to leave alone
 
@@ -217,7 +219,7 @@ as_before = AsBefore()
 
 
 @contextmanager
-def before_compiled_calls(tell: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
+def _before_calls(tell: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
     """Inside, ``tell`` is called before each call of what is compiled, with its function and its arguments.
 
     Not where it is kept eager, as by ``torch.compiler.set_stance("force_eager")``. What is called as a part of a graph
@@ -247,6 +249,10 @@ def before_compiled_calls(tell: Callable[[Any, tuple[Any, ...]], None]) -> Itera
     finally:
         if place._callback_from_stance is asked:
             place._callback_from_stance = before
+
+
+# Compiled code is about to be called: told with the function, and its arguments.
+compiled_calls = Announced(_before_calls)
 
 
 def stance() -> str:

@@ -90,9 +90,14 @@ def fsdp_state(module: Any) -> Any:
     return get() if get is not None else None
 
 
+def units_of(model: Any) -> Iterator[tuple[Any, Any]]:
+    """The modules of ``model`` that were given to ``fully_shard``, each with what FSDP2 keeps about it."""
+    return ((unit, state) for unit in model.modules() if (state := fsdp_state(unit)) is not None)
+
+
 def class_of_state(model: Any) -> Any:
     """The class of what FSDP2 keeps about its units, where ``model`` has some; else None."""
-    return next((type(state) for unit in model.modules() if (state := fsdp_state(unit)) is not None), None)
+    return next((type(state) for _, state in units_of(model)), None)
 
 
 _GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by FSDP2's record of a parameter
@@ -103,8 +108,6 @@ def groups_of(state: Any) -> list[Any]:
 
     It is one group or none before torch 2.12, and may be several after that.
     """
-    if state is None:
-        return []
     found = getattr(state, "_fsdp_param_groups", None)
     return list(found) if found is not None else [one for one in [state._fsdp_param_group] if one is not None]
 
@@ -120,8 +123,7 @@ def sharded_parameters(model: Any) -> dict[tuple[int, str], tuple[Any, Any]]:
     By the identity of a module that holds the parameter and its name there: a shared one has several keys.
     """
     found = {}
-    for unit in model.modules():
-        state = fsdp_state(unit)
+    for unit, state in units_of(model):
         for group in groups_of(state):
             for one in group.fsdp_params:
                 _GROUPS[one] = ref(group)
@@ -164,21 +166,19 @@ def _put_first(hooks: Any, origin: str | tuple[str, ...]) -> None:
 
 def can_stop(model: Any) -> bool:
     """Whether a forward of ``model`` may be left by an exception: FSDP2 must be able to forget what it was doing."""
-    return all(hasattr(one, "reset_iter_state") for one in model.modules() if fsdp_state(one) is not None)
+    return all(hasattr(unit, "reset_iter_state") for unit, _ in units_of(model))
 
 
 def is_sharded(model: Any) -> bool:
     """Whether FSDP2 shards parameters of ``model`` that require grad."""
-    units = any(fsdp_state(one) is not None for one in model.modules())
-    return units and any(one.requires_grad for one in model.parameters())
+    return any(True for _ in units_of(model)) and any(one.requires_grad for one in model.parameters())
 
 
 def reset_sharded(model: Any) -> None:
     """Have FSDP2 forget a forward of ``model`` that was left by an exception."""
-    for module in model.modules():
-        state = fsdp_state(module)
-        if state is not None and state._is_root:
-            module.reset_iter_state()
+    for unit, state in units_of(model):
+        if state._is_root:
+            unit.reset_iter_state()
 
 
 def settled(tensor: Tensor) -> Tensor:
@@ -425,7 +425,7 @@ def meshes_of_rows(model: Any) -> list[Any]:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
-    own = {one for unit in model.modules() for group in groups_of(fsdp_state(unit)) for one in group.fsdp_params}
+    own = {one for _, state in units_of(model) for group in groups_of(state) for one in group.fsdp_params}
     sharded = {id(one.sharded_param) for one in own}
     specs = [getattr(one, "_unsharded_dtensor_spec", None) or getattr(one, "_tp_spec", None) for one in own]
     others = _meshes(one for one in model.parameters() if id(one) not in sharded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 Place = tuple[Any, str, Callable[[Any], Any]]  # a class or module, the name in it, what makes ours of what is there
@@ -54,6 +54,30 @@ class Replacements(Held):
 
     def __init__(self, *places: Place) -> None:
         super().__init__(lambda: _replaced(places))
+
+
+class Announced(Held):
+    """Something that torch does anywhere in the process; ``place`` lets it call a function of ours before or after.
+
+    What an asked function raises comes out of the program's own call.
+    """
+
+    def __init__(self, place: Callable[[Callable[..., None]], AbstractContextManager[Any]]) -> None:
+        super().__init__(lambda: place(self._ask))
+        self._asked: dict[object, Callable[..., None]] = {}
+
+    def at_each(self, ask: Callable[..., None]) -> ExitStack:
+        """Until what this returns is closed ``ask`` is called each time."""
+        with ExitStack() as asking:
+            key = object()
+            asking.enter_context(self)
+            asking.callback(self._asked.pop, key, None)
+            self._asked[key] = ask
+            return asking.pop_all()
+
+    def _ask(self, *given: Any) -> None:
+        for ask in list(self._asked.values()):
+            ask(*given)
 
 
 @contextmanager

@@ -165,7 +165,7 @@ class Clock:
         self.at_begin: list[Callable[[Run], None]] = []
         self.at_end: list[Callable[[Run, Any], None]] = []
         self.at_recomputed: list[Callable[[], None]] = []
-        self._size = 0
+        self.size = 0  # hooked modules, once all are known: runs that begin later count the calls of so many
         self._owner = None if threads == "all" else get_ident()  # the thread whose runs are seen; None: of all
         self._ended = EndedRuns()
         self._replays: dict[int, tuple[int, list[Frame]]] = {}  # by thread: backward pass, calls in progress
@@ -184,10 +184,6 @@ class Clock:
         self._owner = None if self._owner is None else get_ident()
         self._numbers = itertools.count()
 
-    def resize(self, size: int) -> None:
-        """Set the number of hooked modules, once all are known; runs that begin later count the calls of so many."""
-        self._size = size
-
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run | None:
         """Make a run that begins now on this thread, and tell ``at_begin``; None where this session does not look.
 
@@ -200,7 +196,7 @@ class Clock:
             return None
         if modes.is_traced():
             raise PlanError("torch exports or traces the model while a gaff session is open on it: close it first")
-        run = Run(next(self._numbers), self.step, self._size, Given(self._addresses, *_memory(args, kwargs)))
+        run = Run(next(self._numbers), self.step, self.size, Given(self._addresses, *_memory(args, kwargs)))
         self.latest = run
         run.made = range(autograd.next_sequence(), _NO_END)
         for callback in self.at_begin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections import deque
@@ -96,11 +97,7 @@ class InSight:
                     self._named.setdefault(name, []).append(value)
 
     def _held_by_function(self, function: FunctionType) -> Iterator[Any]:
-        for cell in function.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # an empty one
-                continue
+        yield from gc.get_referents(*(function.__closure__ or ()))
         yield from function.__defaults__ or ()
         yield from (function.__kwdefaults__ or {}).values()
         yield from vars(function).values()

@@ -18,10 +18,9 @@ import torch
 
 from gaff.address.nested import iter_tensors
 from gaff.compat import checkpoints
-from gaff.compat.compiler import as_before, has_asked_to_compile, is_loaded, stance
+from gaff.compat.compiler import as_before, compiled_calls, has_asked_to_compile, is_loaded, stance
 from gaff.compat.modes import dispatch_modes, plainly
 from gaff.compat.replacements import Held, Replacements
-from gaff.engine.announced import compiled_calls, recomputations
 from gaff.engine.flops import FlopCount
 from gaff.engine.process.alone import Unanswered
 from gaff.errors import PlanError
@@ -40,7 +39,7 @@ def _force() -> ExitStack:
         before = stance()
         forced.enter_context(_CONTROL_FLOW)
         forced.enter_context(compiled_calls)
-        forced.enter_context(recomputations.before_each(functools.partial(_as_before, before)))
+        forced.enter_context(checkpoints.recomputations.at_each(functools.partial(_as_before, before)))
         forced.callback(checkpoints.follow_regions(_eagerly, _BEGUN))
         try:
             forced.enter_context(_eager_stance())

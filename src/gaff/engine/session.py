@@ -23,7 +23,7 @@ from gaff.engine import placements, surroundings
 from gaff.engine.clock import Clock, Run
 from gaff.engine.exported import WHY_EAGER, run_as, trees_of
 from gaff.engine.force_eager import keep_eager
-from gaff.engine.gradients.derivatives import AHEAD, pass_watch
+from gaff.engine.gradients.derivatives import backward_passes
 from gaff.engine.gradients.outer import spare_units
 from gaff.engine.leftovers import Lingering, Release, take_off
 from gaff.engine.modules import install
@@ -172,9 +172,8 @@ class Session:
             ports = {tap.found.site.port for tap in wiring.taps if isinstance(tap, Tap)}
             if wiring.has_marks:
                 is_inside = self._inside is not None
-                AHEAD.append(ahead := partial(wiring.gradients.pass_begins, is_inside=is_inside))
-                opening.callback(AHEAD.remove, ahead)
-                opening.enter_context(pass_watch)
+                ahead = partial(wiring.gradients.pass_begins, is_inside=is_inside)
+                opening.enter_context(backward_passes.at_each(ahead))
             if "outer_grad" in ports and self._model is not None:
                 spare_units(self._model, opening)
             parameters = self._model.parameters if self._model is not None else tuple
@@ -237,8 +236,7 @@ class Session:
         """
         clock = self.clock
         if self._around is not None and self._around.fused:
-            slow = surroundings.SlowPath(self._around.fused, wiring.nodes.values(), self.notes)
-            clock.at_begin.append(slow.note)
+            clock.at_begin.append(surroundings.slow_path(self._around.fused, wiring.nodes.values(), self.notes))
         if wiring.has_marks:
             clock.at_begin.insert(0, note_functions)
         if wiring.scopes:

@@ -8,6 +8,7 @@ what passes in an ordinary forward, an ``Act`` changes it, or asks for its gradi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -102,13 +103,9 @@ class EditStream(Stream, Protocol):
         """The output of a module that is not run, made from what it was given; ``is_again``: in a recomputation."""
 
 
-class Look(Protocol):
-    """Looks at what passes a side, in ordinary forwards only: ``Arguments`` at the entry, the output at the exit.
-
-    Not called after an exception. What it returns is ignored; raising stops the user's run.
-    """
-
-    def __call__(self, value: Any, run: Run, call: int, /) -> None: ...
+# Looks at what passes a side in a run, in the nth call: ``Arguments`` at the entry, the output at the exit. In ordinary
+# forwards only, and not after an exception. What it returns is ignored; raising stops the user's run.
+Look = Callable[[Any, Run, int], object]
 
 
 class Act(ABC):

@@ -6,7 +6,7 @@ A session looks once, when it is made and before anything is installed, so that 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -235,21 +235,20 @@ def _fusing(block: nn.Module) -> Iterator[nn.Module]:
     return (one for one in block.modules() if one is not block or not isinstance(block, nn.TransformerEncoder))
 
 
-class SlowPath:
-    """Notices runs that would have taken nn.Transformer's fused path, and takes them the slow way: told once.
+def slow_path(fused: Iterable[nn.Module], nodes: Iterable[Node], notes: list[str]) -> Callable[[Any], None]:
+    """What notices, as a run begins, that it would have taken nn.Transformer's fused path, and takes the slow way.
 
-    ``fused``: such blocks of the model; those count that hold a hooked module, or whose ops are asked for.
+    That is told once. ``fused``: such blocks of the model; those count that hold a hooked module, or whose ops are
+    asked for.
     """
+    hooked = list(nodes)
+    ours = {node.module for node in hooked}
+    asked = {inner for node in hooked if node.scope is not None for inner in node.module.modules()}
+    blocks = [block for block in fused if block in asked or not ours.isdisjoint(_fusing(block))]
 
-    def __init__(self, fused: Iterable[nn.Module], nodes: Iterable[Node], notes: list[str]) -> None:
-        hooked = list(nodes)
-        ours = {node.module for node in hooked}
-        asked = {inner for node in hooked if node.scope is not None for inner in node.module.modules()}
-        self._notes = notes
-        self._blocks = [block for block in fused if block in asked or not ours.isdisjoint(_fusing(block))]
-
-    def note(self, run: Any) -> None:
-        """A run begins."""
-        if SLOW_PATH not in self._notes and takes_fast_path(self._blocks):
-            self._notes.append(SLOW_PATH)
+    def note(run: Any) -> None:
+        if SLOW_PATH not in notes and takes_fast_path(blocks):
+            notes.append(SLOW_PATH)
             warnings.warn(f"gaff: not bitwise: {SLOW_PATH}", stacklevel=5)
+
+    return note

@@ -34,7 +34,7 @@ from gaff.engine.gradients.share import InputShare
 from gaff.engine.node import Node
 from gaff.engine.ops.attention import WeightsChange, WeightsTap
 from gaff.engine.ops.mode import Scopes, drop
-from gaff.engine.ops.scope import OpListener, Scope, Want
+from gaff.engine.ops.scope import Scope, Want
 from gaff.engine.parameters.edits import ParameterEdits, Swap, SwapScope
 from gaff.engine.parameters.substitutes import original_of
 from gaff.engine.parameters.values import Owners, StateValue, called_above, kept_tensors, need_no_view
@@ -181,7 +181,7 @@ class Wiring:
         scope = self._scope(tap.found)
         scope.is_plain = False
         scope.repeats = scope.repeats or tap.is_again
-        scope.listeners.append(OpListener(tap.enter, tap.leave, tap.is_again))
+        scope.listeners.append(tap)
 
     def _wire_op(self, tap: Tap | EditTap) -> None:
         """Ask for one op of a module, or for all that its pattern names; they are connected when they are first met."""
@@ -267,7 +267,7 @@ class Wiring:
                 above[key] = frozenset(hooked)
             node, around = self.nodes[id(tap.found.module)], above[key]
             node.above = node.above | around if node.above else around
-        self._clock.resize(len(self.nodes))
+        self._clock.size = len(self.nodes)
 
     def follow_runs(self) -> None:
         """Let the clock call what is due when a run begins or ends."""

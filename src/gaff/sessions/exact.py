@@ -17,6 +17,7 @@ to write into.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from gaff.address.nested import Opaque, iter_tensors, map_tensors, size_bytes
 from gaff.compat import distributed, elements, memory
 from gaff.compat.compiler import is_reduced, mark_reduced
 from gaff.compat.modes import outside_modes
+from gaff.engine.clock import Clock
 from gaff.engine.gradients.tensor_hooks import original
 from gaff.engine.ops.attention import Weights
 from gaff.errors import ExactnessError, PlanError
@@ -46,36 +48,22 @@ class Moment(Protocol):
     step: int
 
 
-class Memory(Protocol):
-    """What knows whose memory is whose in a run: the ``Clock`` of a session."""
-
-    def is_foreign(self, tensor: Tensor, run: Any) -> bool:
-        """Whether others than the run hold the memory of a tensor."""
-
-    def is_of_model(self, tensor: Tensor, run: Any) -> bool:
-        """Whether it is that of a parameter or a buffer of the model."""
-
-
+@dataclass(slots=True, eq=False)
 class Kept:
     """A value that is handed out only after a check: of version counters, or of a copy still under way.
 
     Each of ``checks`` is called with the site for its message, and raises ExactnessError or waits.
     """
 
-    __slots__ = ("checks", "value")
-
-    def __init__(self, value: Any, checks: list[Callable[[Site], None]]) -> None:
-        self.value = value
-        self.checks = checks
+    value: Any
+    checks: list[Callable[[Site], None]]
 
 
+@dataclass(slots=True, eq=False)
 class Refused:
     """Stands for a value that cannot be told exactly; reading it raises ExactnessError with ``reason``."""
 
-    __slots__ = ("reason",)
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    reason: str
 
 
 def read(kept: Any, site: Site) -> Any:
@@ -164,7 +152,7 @@ class Keeper:
         self.wants_graph = options.graph
         self._clone = options.clone or is_state
         self.is_loose = self.wants_graph or options.reference
-        self._memory: Memory | None = None
+        self._clock: Clock | None = None
         self._model: nn.Module | None = None
         self._is_gradient = is_gradient
         self._is_apart = is_apart
@@ -173,9 +161,9 @@ class Keeper:
         self._is_number = type(reduce) is Reduce and not (self._dtype or self._device or self.wants_graph)
         self.is_plain = not (self.reduce or self._dtype or self._device or self.wants_graph or self._clone)
 
-    def meet(self, known: Memory, model: nn.Module | None) -> None:
+    def meet(self, known: Clock, model: nn.Module | None) -> None:
         """A session opens: ``known`` tells whose memory values of ``model`` lie in. Before, all counts as others'."""
-        self._memory, self._model = known, model
+        self._clock, self._model = known, model
 
     def copy_all(self) -> None:
         """What passes lies in memory that is written to without torch's knowledge: copy at once from here on.
@@ -267,7 +255,7 @@ class Keeper:
         """A tensor as it is now: a copy where one was asked for or a check could not be trusted."""
         if self._clone or (not self._refers and not tensor.is_meta and self._is_written_past(tensor, run)):
             return memory.copied(tensor if self.wants_graph else tensor.detach())
-        known = self._memory
+        known = self._clock
         has_graph = self.wants_graph and tensor.requires_grad
         is_known = tensor.layout == torch.strided and not tensor.is_nested  # whose memory it is
         if self._is_apart and not (has_graph or tensor.is_meta or (is_known and not _is_foreign(known, tensor, run))):
@@ -278,11 +266,11 @@ class Keeper:
         """Whether somebody may write to it past the version counter, or is likely to where a write can only be told."""
         if not tensor.is_cpu and (self._is_gradient or self._works_in_place):
             return True
-        if self._memory is None or tensor.layout != torch.strided:
+        if self._clock is None or tensor.layout != torch.strided:
             return False
         leaf = tensor._base if tensor._is_view() and tensor._base is not None else tensor
         is_trained = leaf.is_leaf and leaf.requires_grad  # by an optimizer, perhaps a fused one
-        return self._memory.is_of_model(tensor, run) or (is_trained and self._memory.is_foreign(tensor, run))
+        return self._clock.is_of_model(tensor, run) or (is_trained and self._clock.is_foreign(tensor, run))
 
     @cached_property
     def _works_in_place(self) -> bool:
@@ -316,7 +304,7 @@ class Keeper:
         return elements.cast(source, dtype, device=device)
 
 
-def _is_foreign(known: Memory | None, tensor: Tensor, run: Any) -> bool:
+def _is_foreign(known: Clock | None, tensor: Tensor, run: Any) -> bool:
     """Whether others than the run hold the memory of a tensor; so all memory counts of which nothing is known."""
     return known is None or known.is_foreign(tensor, run)
 

@@ -25,14 +25,10 @@ def makes_tuples(function: Any) -> bool:
         return False
     if not isinstance(tree, ast.FunctionDef):
         return False
-    makers = {name for name, one in getattr(function, "__globals__", {}).items() if _makes(one)} | {"tuple"}
+    known = getattr(function, "__globals__", {}).items()
+    makers = {"tuple", *(name for name, one in known if isinstance(one, type) and issubclass(one, tuple))}
     found = list(_returns(tree.body, []))
     return bool(found) and all(_is_tuple(value, before, makers) for value, before in found)
-
-
-def _makes(value: Any) -> bool:
-    """Whether a value is a class of tuples, such as a named one."""
-    return isinstance(value, type) and issubclass(value, tuple)
 
 
 def _returns(block: list[ast.stmt], before: _Before) -> Iterator[tuple[ast.expr | None, _Before]]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gaff.address.resolve import need_module
 from gaff.compat import distributed, elements, flat_shards, foreach
-from gaff.engine.process.optimizer import AccumulationWatch, StepGuard, is_inner_step, unwrap_optimizer
+from gaff.engine.process.optimizer import StepGuard, is_inner_step, unwrap_optimizer, watch_accumulation
 from gaff.engine.process.training_loop import tell_clipped
 from gaff.errors import NonFiniteError, PlanError
 from gaff.sessions.receipt import CHANGING
@@ -84,8 +84,7 @@ class Clipping:
             if backward is not None:
                 opening.callback(backward.close)
                 backward.open(self._guard.is_overflow_of_scaler)
-            opening.callback(self._views.watch.close)
-            self._views.watch.open()
+            opening.enter_context(self._views.watch())
             self._handles = opening.pop_all()
         self._is_open = True
         CHANGING.add(self)
@@ -334,7 +333,10 @@ class _Views:
         self._kept: dict[str, dict[str, Tensor | None]] = {name: {} for name in self._parameters}
         self._scaled: dict[str, Tensor] = {}  # of the step to come
         self._before: dict[str, Tensor] = {}
-        self.watch = AccumulationWatch(self._parameters.values(), self._accumulated)
+
+    def watch(self) -> ExitStack:
+        """Look at the gradients as they come, until what this returns closes."""
+        return watch_accumulation(self._parameters.values(), self._accumulated)
 
     def begin(self) -> None:
         """A step begins: what is left of the last one goes, and the parameters are copied as they are before it."""

@@ -21,8 +21,8 @@ from gaff.address.nested import Arguments
 from gaff.address.resolve import Found, called_modules, need_module, unwrap
 from gaff.compat import distributed, foreach
 from gaff.compat.autograd import at_backward_end, backward_task
-from gaff.engine.process.calls import Outermost, is_compiled
-from gaff.engine.process.optimizer import StepWatch
+from gaff.engine.process.calls import is_compiled, outermost_calls
+from gaff.engine.process.optimizer import watch_steps
 from gaff.engine.session import Session
 from gaff.engine.taps import CallTap, Tap
 from gaff.errors import NonFiniteError, PlanError
@@ -68,7 +68,7 @@ class Guard(Unopened):
         taps: list[Tap | CallTap] = []
         taps += [Tap(found, Probe(self._runs, found.site.path), is_exact=False) for found in called_modules(model)]
         # compiled code tells no true arguments, but what calls it has them
-        self._outermost = Outermost((model, root), self._begin, self._end) if has_graphs else None
+        self._compiled = (model, root) if has_graphs else ()
         if not has_graphs:
             taps.append(CallTap(Found(Site(), root), self._entered, self._end))  # after the root's own probe
         self._session = Session(model, taps, threads="own", is_traceable=has_graphs)
@@ -92,11 +92,11 @@ class Guard(Unopened):
             opening.callback(self._runs.forget)
             self._runs.is_traced = self._session.is_traced
             self.notes += self._session.notes
-            if self.notes and self._outermost is None:
+            if self.notes and not self._compiled:
                 self.notes.append("guard what torch.compile returned, not the module inside it, and it stays compiled")
-            opening.enter_context(StepWatch(self._model.parameters, self._before_step, self._runs.forget))
-            if self._outermost is not None:
-                opening.enter_context(self._outermost)
+            opening.enter_context(watch_steps(self._model.parameters, self._before_step, self._runs.forget))
+            if self._compiled:
+                opening.enter_context(outermost_calls(self._compiled, self._begin, self._end))
             OPEN.append(self._search)
             opening.callback(OPEN.remove, self._search)
             self._bad_before = _bad_parameters(self._model, self._search)

@@ -15,7 +15,7 @@ from weakref import WeakSet
 from torch import nn
 
 from gaff.compat import checkpoints
-from gaff.engine.announced import compiled_calls
+from gaff.compat.compiler import compiled_calls
 from gaff.engine.compiled_behind import InSight
 from gaff.errors import ExactnessError
 
@@ -51,7 +51,7 @@ class Regions(AbstractContextManager["Regions"]):
                 checkpoints.wrap_recomputation(one.frame, self._again)
         self._open.add(self)
         self._opened.callback(checkpoints.follow_regions(self._while_open, self._known))
-        self._opened.enter_context(compiled_calls.before_each(self._called))
+        self._opened.enter_context(compiled_calls.at_each(self._called))
         self._is_open = True
         return self
 
@@ -84,7 +84,7 @@ class Regions(AbstractContextManager["Regions"]):
     def _again(self, recompute: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(recompute)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with compiled_calls.before_each(self._need_another):
+            with compiled_calls.at_each(self._need_another):
                 return recompute(*args, **kwargs)
 
         return run

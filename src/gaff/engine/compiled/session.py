@@ -64,6 +64,8 @@ def why_not(taps: Sequence[Any]) -> str:
             reason = _why_no_edit(tap)
         else:
             reason = "" if site.port in _SEEN else f"{site}: {_WHY_NO_PORT.get(site.port, _ONLY_OUTPUTS)}"
+        if site.port in _AT and WHY_UNSEEN.get(tap.found.module) == OPERATED:  # it was met in compiled code before
+            reason = reason or f"{site}: {OPERATED}"
         if reason:
             return reason
     return ""
@@ -112,22 +114,13 @@ def meet(
     ``opening`` closes, and then ``notes`` says why. ``has_marks``: somebody asks which backward pass belongs to which
     run.
     """
-    reason = reason or why_not(taps) or _why_unseen(taps) or _why_full(model, taps)
+    reason = reason or why_not(taps) or _why_full(model, taps)
     if not reason:
         return opening.enter_context(CompiledHooks(model, taps, notes, has_marks=has_marks))
     opening.enter_context(forced_eager)
     is_known = any(getattr(one, "_compiled_call_impl", None) or unwrap(one) is not one for one in model.modules())
     notes.append(f"{EAGER if is_known else EAGER_IF_ANY}: {reason}")
     return None
-
-
-def _why_unseen(taps: Sequence[Any]) -> str:
-    """Why a module that was met in compiled code before can be told in eager code alone; empty if there is none."""
-    for tap in taps:
-        is_at = isinstance(tap, (Tap, EditTap)) and tap.found.site.port in _AT
-        if is_at and WHY_UNSEEN.get(tap.found.module) == OPERATED:
-            return f"{tap.found.site}: {OPERATED}"
-    return ""
 
 
 _Patterns = dict[Any, set[frozenset[str]]]

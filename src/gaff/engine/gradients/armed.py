@@ -54,10 +54,10 @@ class Armed:
     ``is_plain``: what arrives is the gradient, without further questions. ``placement``: where the gradient lies, if
     the tensor is this process's part of one that is spread. ``met``: the calls that have met the tensor, if it is older
     than the run; ``life`` then lives as long as the autograd graph of what the call made of it, None as long as nothing
-    is known of that.
+    is known of that. ``more``: the handles of hooks elsewhere that go with it.
     """
 
-    __slots__ = ("call", "fired", "handle", "life", "met", "placement", "run", "stream")
+    __slots__ = ("call", "fired", "handle", "life", "met", "more", "placement", "run", "stream")
     is_plain = True
 
     def __init__(self, stream: Stream, run: Run, call: int) -> None:
@@ -66,6 +66,7 @@ class Armed:
         self.call = call
         self.fired = False
         self.handle: Any = None
+        self.more: tuple[Any, ...] = ()
         self.placement: Placement | None = None
         self.met: Meetings | None = None
         self.life: Callable[[], Any] | None = None
@@ -110,9 +111,10 @@ class Armed:
         self.handle = None
 
     def remove(self) -> None:
-        """Take the hook from the tensor, if it is there."""
-        if self.handle is not None:
-            self.handle.remove()
+        """Take the hook from the tensor, and those that go with it, as far as they are there."""
+        for handle in (self.handle, *self.more):
+            if handle is not None:
+                handle.remove()
 
     def why_refused(self) -> str:
         """Why a missing gradient is not None; empty where None is the truth."""
@@ -165,6 +167,7 @@ class ArmedView(Armed):
             return None if changed is None else changed.reshape(total.shape)
 
         self._base_handle, self._passes = on_base(tensor, self._is_stale, arrived), gradients
+        self.more += (self._base_handle,)
 
     def is_dead(self) -> bool:
         """Whether the autograd graph is gone: a write takes the view's own node away, but not that of the base.
@@ -175,12 +178,6 @@ class ArmedView(Armed):
         if self._base_handle is None or self._base_handle.hooks_dict_ref() is None or self._passes is None:
             return is_gone
         return is_gone and not self._passes.is_recent(self.run)
-
-    def remove(self) -> None:
-        """Take both hooks away, that of the view and that of its base."""
-        super().remove()
-        if self._base_handle is not None:
-            self._base_handle.remove()
 
     def why_refused(self) -> str:
         """Why a missing gradient is not None: torch tells none of a view that was changed in place."""
@@ -195,12 +192,11 @@ class ArmedShare(ArmedView):
     for forces, and no part of what comes back by its output.
     """
 
-    __slots__ = ("is_inside", "total")
+    __slots__ = ("is_inside",)
 
     def __init__(self, stream: Stream, run: Run, call: int, tensor: Tensor) -> None:
         super().__init__(stream, run, call, tensor)
         self.is_inside = True
-        self.total: Any = None  # the handle of a hook that looks whether all of the share passes that node
 
     def deliver(self, gradient: Tensor) -> Any:
         """Tell the stream, unless the module's own forward differentiates by its input.
@@ -219,12 +215,7 @@ class ArmedShare(ArmedView):
         if self._base_handle is not None:
             self._base_handle.remove()
         self._base_handle = handle
-
-    def remove(self) -> None:
-        """Take the hooks away, that on the total of the input, too."""
-        super().remove()
-        if self.total is not None:
-            self.total.remove()
+        self.more += (handle,)
 
 
 class Meetings:

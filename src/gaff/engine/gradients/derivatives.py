@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
 from gaff.compat import autograd
-from gaff.compat.compiler import leave_once_loaded, uncompiled
-from gaff.compat.replacements import Replacements
+from gaff.compat.compiler import leave_once_loaded, never_traced, uncompiled
+from gaff.compat.replacements import Announced, Replacements
 from gaff.engine.gradients.reach import NEVER, Edge, Feeding, find_feeding
 from gaff.engine.process.stack_room import passed_over
 
@@ -83,33 +84,22 @@ class Derivatives:
 
 def follow_derivatives(share: Follower, made: set[GraphNode], edge: Edge) -> None:
     """Let the share of a call, which has made the nodes ``made``, hear of derivatives."""
-    _FOLLOWED[0] = True
+    PASSES.is_followed = True
     derivatives = Derivatives(share, edge)
     for node in made:
         if autograd.sequence_of(node) < NEVER:  # no accumulator of a leaf, which everybody uses
             autograd.metadata_of(node).setdefault(derivatives, False)
 
 
-AHEAD: list[Callable[[Any], None]] = []  # of who looks for gradients: called before each pass, with its outputs
 _MADE: deque[range] = deque(maxlen=256)  # the numbers of nodes that each of the last differentiable passes has made
-_COUNT = [0]  # of all such passes
-_OUTERMOST = [0]  # of all passes that began outside of another one
-_FOLLOWED = [False]  # whether the share of any call was ever followed
-
-
-def passes_made() -> int:
-    """How many differentiable passes there have been while somebody wanted to know."""
-    return _COUNT[0]
-
-
-def outermost_passes() -> int:
-    """How many passes have begun outside of another one, those inside of reentrant checkpoints left out."""
-    return _OUTERMOST[0]
+# How many passes there have been while somebody wanted to know: differentiable ones; those that began outside of other
+# ones, as those inside of reentrant checkpoints do not. And whether the share of any call was ever followed.
+PASSES = SimpleNamespace(differentiable=0, outermost=0, is_followed=False)
 
 
 def made_since(count: int) -> list[range]:
     """The numbers of nodes that differentiable passes have made since there had been ``count`` of them."""
-    new = _COUNT[0] - count
+    new = PASSES.differentiable - count
     return list(_MADE)[-new:] if new else []
 
 
@@ -121,16 +111,15 @@ def _begins(outputs: Any) -> None:
                 one.follow(node)
 
 
-def _run_backward(run: Callable[..., Any]) -> Callable[..., Any]:
+def _run_backward(told: Callable[[Any], None], run: Callable[..., Any]) -> Callable[..., Any]:
     """torch's own call of its engine, which tells of passes before they begin, and looks into differentiable ones."""
 
     @passed_over
     @wraps(run)
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        _OUTERMOST[0] += autograd.backward_task() == -1
-        for ahead in tuple(AHEAD):
-            ahead(outputs)
-        if not _FOLLOWED[0] or not (args[2] if len(args) > 2 else kwargs.get("create_graph")):
+        PASSES.outermost += autograd.backward_task() == -1
+        told(outputs)
+        if not PASSES.is_followed or not (args[2] if len(args) > 2 else kwargs.get("create_graph")):
             return run(outputs, *args, **kwargs)
         _begins(outputs)
         first = autograd.next_sequence()
@@ -138,10 +127,12 @@ def _run_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(outputs, *args, **kwargs)
         finally:
             _MADE.append(range(first, autograd.next_sequence()))
-            _COUNT[0] += 1
+            PASSES.differentiable += 1
 
     return leave_once_loaded(run_backward)
 
 
-# While open: backward passes are noticed.
-pass_watch = Replacements((torch.autograd, "_engine_run_backward", _run_backward))
+# A backward pass is about to begin: told with its outputs.
+backward_passes = Announced(
+    lambda told: Replacements((torch.autograd, "_engine_run_backward", partial(_run_backward, never_traced(told))))
+)

@@ -82,7 +82,7 @@ class ShareChange(GradientArm):
             share.follow(node.register_hook(uncompiled(partial(self._gradients.share_arrived, share, position))))
             if unseen is not None:
                 graph, told = self._gradients.pass_graph, partial(self._unseen, share)
-                share.total = watch_unseen(graph, tensor, edge, unseen, mark(feeding), told)
+                share.more += (watch_unseen(graph, tensor, edge, unseen, mark(feeding), told),)
 
     def _unseen(self, share: ArmedShare, total: Tensor, is_fed_unseen: Callable[[], bool]) -> None:
         """In a pass: raises ExactnessError, by its stream, where a part of the share does not pass the hooked node."""

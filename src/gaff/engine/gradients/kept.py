@@ -43,6 +43,9 @@ _PLAIN = (
     torch.device,
     torch.Size,
 )
+# Of these Python's collector tells what they hold: of a generator its variables, which its frame would keep once it was
+# asked for them, and of a cell that has no value yet nothing.
+_TOLD = (FunctionType, CellType, MethodType, BuiltinMethodType, GeneratorType, partial)
 _OF_TORCH = frozenset(vars(nn.Module()))  # tables of every module: parts, hooks of others
 _MOST = 20_000  # objects that are looked at
 _SOME = 500  # of a container, from either end
@@ -102,15 +105,9 @@ def _inside(value: Any) -> Iterable[Any]:
         return _ends(value)
     if isinstance(value, (set, frozenset)):
         return islice(value, _SOME)
-    if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
-    if isinstance(value, (MethodType, BuiltinMethodType)):
-        return [value.__self__, getattr(value, "__func__", None)]
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, GeneratorType):
-        return gc.get_referents(value)  # its variables, which its frame would keep once it was asked for them
+    if isinstance(value, _TOLD):
+        seen = [id(getattr(value, name, None)) for name in ("__globals__", "__builtins__")]  # not held by a function
+        return [one for one in gc.get_referents(value) if id(one) not in seen]
     if isinstance(value, nn.Module):
         return [*_own(value), *value._modules.values()]
     told = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
@@ -129,11 +126,3 @@ def _ends(values: Any) -> list[Any]:
             last = kind.__getitem__(values, slice(-_SOME, None)) if kind.__len__(values) > _SOME else ()
             return [*kind.__getitem__(values, slice(_SOME)), *last]
     return [*islice(values, _SOME), *(islice(reversed(values), _SOME) if len(values) > _SOME else ())]
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:  # of a variable that has no value
-        return False
-    return True

@@ -15,7 +15,7 @@ from torch import Tensor
 from gaff.compat import autograd, checkpoints, memory
 from gaff.engine.clock import Clock, Run
 from gaff.engine.gradients.armed import STALE
-from gaff.engine.gradients.derivatives import outermost_passes
+from gaff.engine.gradients.derivatives import PASSES
 from gaff.engine.gradients.later import NEEDS_NONE
 from gaff.engine.gradients.pending import BATCHED, NOT_REACHED, Gradients
 from gaff.engine.gradients.sharded import ShardedGradient
@@ -75,11 +75,6 @@ class LeafGradient:
         self._prune_at = 8
         self._has_fired = False
         self._last: tuple[int, Any] = (-1, None)  # the outermost pass of the last arrival, and where inside
-
-    @property
-    def _position(self) -> int:
-        """Which output of its autograd node the tensor is."""
-        return self._tensor.output_nr if self._tensor is not None else 0
 
     @property
     def only_looks(self) -> bool:
@@ -235,7 +230,8 @@ class LeafGradient:
         if runs or not self._clock.is_own_backward():
             return runs[-1] if runs else None
         latest = self._clock.latest
-        nodes = self._gradients.pass_graph.handing_to(self._position) if latest.index >= 0 else None
+        position = self._tensor.output_nr if self._tensor is not None else 0  # of the outputs of its autograd node
+        nodes = self._gradients.pass_graph.handing_to(position) if latest.index >= 0 else None
         if not nodes:
             return latest if latest.index <= 0 else None
         made = (self._clock.run_of(node) for node in nodes if autograd.is_due(node))
@@ -250,7 +246,7 @@ class LeafGradient:
         """
         region = next(checkpoints.recomputing_functions(), None)
         place = (region, autograd.backward_task() if region is not None else -1)
-        last, self._last = self._last, (outermost_passes(), place)
+        last, self._last = self._last, (PASSES.outermost, place)
         if last[0] == self._last[0] and last[1] != place:
             self._stream.refuse(run, 0, APART)
 

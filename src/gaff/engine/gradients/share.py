@@ -23,7 +23,7 @@ from gaff.compat.compiler import uncompiled
 from gaff.engine.clock import Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import Armed
-from gaff.engine.gradients.derivatives import follow_derivatives, made_since, passes_made
+from gaff.engine.gradients.derivatives import PASSES, follow_derivatives, made_since
 from gaff.engine.gradients.kept import is_kept, kept_by
 from gaff.engine.gradients.later import NO_GRAD_MODE, ShareOfLate
 from gaff.engine.gradients.pending import BATCHED, Gradients
@@ -195,6 +195,7 @@ class _Share(Armed):
 
         self._token = mark(feeding)
         self._total = watch_unseen(self._gradients.pass_graph, tensor, edge, unseen, self._token, arrived)
+        self.more += (self._total,)
 
     def why_refused(self) -> str:
         """Why a missing or partial share is not the truth; empty if it is."""
@@ -215,10 +216,9 @@ class _Share(Armed):
         return is_gone and (self.fired or not self._gradients.is_recent(self.run))
 
     def remove(self) -> None:
+        super().remove()
         for handle in self.handles:
             handle.remove()
-        if self._total is not None:
-            self._total.remove()
 
     def arrive(self, gradient: Tensor | None) -> None:
         """A node has run and hands ``gradient`` to the input; None is counted, and adds nothing."""
@@ -323,7 +323,7 @@ def watch_unseen(
     ``unseen``, that hand something to ``edge`` as well and do not have the ``token`` of known ones (``mark``): a user's
     hook may collect what it sees, a list outside of the model may hold it.
     """
-    position, count = edge[1], passes_made()
+    position, count = edge[1], PASSES.differentiable
 
     def is_fed_unseen() -> bool:
         nodes = graph.handing_to(position)

@@ -217,7 +217,7 @@ class OpMode(TorchFunctionMode):
         if name is None:
             name = name_of(func)
         while call is not None and call.above is not None and not call.owns(frame) and call.is_over:
-            self._pop(call)
+            self.pop(call)
             call = self.top
         if not name or call is None:
             return func(*args, **kwargs)
@@ -260,28 +260,13 @@ class OpMode(TorchFunctionMode):
         if call is None:
             return False
         while self.top is not None and self.top is not call:
-            self._pop(self.top)  # left without a word
+            self.pop(self.top)  # left without a word
         call.parts = [part for part in call.parts if part.scope is not scope]
         if not call.parts:
-            self._pop(call)
+            self.pop(call)
         elif len(call.parts) == 1 and call.parts[0].run is not None:
             call.plain = call.parts[0].scope.plain
         return call.frame is caller
-
-    def forget(self) -> None:
-        """Drop calls that are over: an exception such as Ctrl-C went past their hooks."""
-        while self.top is not None and not is_running(self.top.frame):
-            self._pop(self.top)
-
-    def drop(self, scopes: list[Scope]) -> None:
-        """Leave out the shares of ``scopes`` in the calls in progress on this thread: their session closes."""
-        call = self.top
-        while call is not None:
-            call.parts = [part for part in call.parts if not any(part.scope is scope for scope in scopes)]
-            call.plain = {}
-            call = call.above
-        while self.top is not None and not self.top.parts:
-            self._pop(self.top)
 
     @contextmanager
     def region(self, part: CallShare, frame: FrameType) -> Iterator[None]:
@@ -303,8 +288,8 @@ class OpMode(TorchFunctionMode):
             yield
         finally:
             while self.top is not None and self.top is not call:
-                self._pop(self.top)
-            self._pop(call)
+                self.pop(self.top)
+            self.pop(call)
 
     def _push(self, call: ScopedCall) -> ScopedCall:
         """Make ``call`` the innermost, and put the mode on torch's stack if it is not there."""
@@ -314,7 +299,8 @@ class OpMode(TorchFunctionMode):
             call.has_pushed = True
         return call
 
-    def _pop(self, call: ScopedCall) -> None:
+    def pop(self, call: ScopedCall) -> None:
+        """Make the call around ``call`` the innermost, and take the mode away if it came with ``call``."""
         self.top = call.above
         if call.has_pushed:
             modes.remove_mode(self)
@@ -417,18 +403,25 @@ def parts_of(frame: FrameType) -> list[CallShare]:
 
 
 def drop(scopes: list[Scope]) -> None:
-    """Leave ``scopes`` alone from now on, also where a forward is in progress: their session closes."""
-    if scopes:
-        _modes.mode.drop(scopes)
+    """Leave ``scopes`` alone from now on, also where a forward is in progress on this thread: their session closes."""
+    mode = _modes.mode
+    call = mode.top if scopes else None
+    while call is not None:
+        call.parts = [part for part in call.parts if not any(part.scope is scope for scope in scopes)]
+        call.plain = {}
+        call = call.above
+    while scopes and mode.top is not None and not mode.top.parts:
+        mode.pop(mode.top)
 
 
 def forget(run: Run | None = None) -> None:
-    """Take the mode of this thread away where an exception such as Ctrl-C left it behind.
+    """Take the mode of this thread away where an exception such as Ctrl-C left it behind, past the hooks of calls.
 
     Called when a run begins, and when a session closes.
     """
-    if _modes.mode.top is not None:
-        _modes.mode.forget()
+    mode = _modes.mode
+    while mode.top is not None and not is_running(mode.top.frame):
+        mode.pop(mode.top)
 
 
 def _enter(scope: Scope, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:

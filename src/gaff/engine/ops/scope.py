@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from gaff.address.grammar import ATTENTIONS, WEIGHTS, Site, fits_op
 from gaff.engine.node import Node
-from gaff.engine.ops.calls import OpCall, OpNode
+from gaff.engine.ops.calls import OpNode
+from gaff.engine.taps import OpTap
 from gaff.errors import PlanError
 
 LEFT_OUT = "ops inside torch.func transforms (vmap, grad ...) are left out, and not numbered"
@@ -33,17 +34,6 @@ class Want(NamedTuple):
     site: Site  # the op may be a glob, its index None
     stream: Any
     connect: Callable[[Node, Site, Any], None]
-
-
-class OpListener(NamedTuple):
-    """Hears of every op of a module, whatever its values are; of recomputed ones only where ``is_again``.
-
-    ``enter`` is called before the op, ``leave`` with the same ``OpCall`` and what the op returned after it.
-    """
-
-    enter: Callable[[OpCall], Any]
-    leave: Callable[[OpCall, Any], Any]
-    is_again: bool = False
 
 
 class NamedOps:
@@ -95,7 +85,7 @@ class Scope:
         self.path = path
         self.number = next(_numbers)  # in the order in which sessions are opened
         self.wants: list[Want] = []
-        self.listeners: list[OpListener] = []
+        self.listeners: list[OpTap] = []
         self.notes: list[str] = []  # of the session
         self.at_end: list[Callable[[], None]] = []  # of its calls
         self.rows: dict[str, NamedOps] = {}

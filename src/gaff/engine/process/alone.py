@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gaff.compat import distributed
 from gaff.compat.modes import plainly
 
 _SPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -33,6 +33,4 @@ def alone() -> AbstractContextManager[Any]:
 
     Raises RuntimeError at the first operation that would. Does nothing in a process that has no others.
     """
-    distributed = torch.distributed
-    has_others = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    return Unanswered() if has_others else nullcontext()  # type: ignore[no-untyped-call]
+    return Unanswered() if distributed.has_others() else nullcontext()  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ nothing. Where somebody else has wrapped the same place meanwhile, theirs stays,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, update_wrapper
 from threading import get_ident
@@ -251,52 +251,42 @@ class ClassCalls:
         self._followed.clear()
 
 
-class Outermost:
+@contextmanager
+def outermost_calls(
+    models: Sequence[nn.Module],
+    begin: Callable[[tuple[Any, ...], dict[str, Any]], None],
+    end: Callable[[Any], None],
+) -> Iterator[None]:
     """``begin(args, kwargs)`` before and ``end(output)`` after each outermost call of one of ``models``, while open.
 
     On the thread that opens it; what is called inside compiled code is never outermost. A call of one of the models
     inside another, or inside itself, tells nothing. ``end`` is not called where the model raised; exceptions of both
     pass through.
     """
+    thread, running = get_ident(), list[nn.Module]()
 
-    def __init__(
-        self,
-        models: Iterable[nn.Module],
-        begin: Callable[[tuple[Any, ...], dict[str, Any]], None],
-        end: Callable[[Any], None],
-    ) -> None:
-        self._models = list(models)
-        self._begin = begin
-        self._end = end
-        self._is_running = False
-        self._thread = 0
-        self._calls = ClassCalls(self._around, self._wants)
+    def wants(module: nn.Module) -> bool:
+        return any(module is model for model in models) and not running and get_ident() == thread
 
-    def __enter__(self) -> None:
-        self._thread = get_ident()
-        for model in self._models:
-            self._calls.follow(type(model))
-
-    def __exit__(self, *exc: object) -> None:
-        self._calls.close()
-
-    def _wants(self, module: nn.Module) -> bool:
-        """Whether a call of this module, made now, is an outermost one of ours."""
-        is_one = any(module is model for model in self._models)
-        return is_one and not self._is_running and get_ident() == self._thread
-
-    def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Any) -> Any:
-        """Make the call, with ``begin`` and ``end`` around it where it is an outermost one of ours."""
-        if not self._wants(module):
+    def around(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Any) -> Any:
+        if not wants(module):
             return call(module, *args, **kwargs)
-        self._is_running = True
+        running.append(module)
         try:
-            self._begin(args, kwargs)
+            begin(args, kwargs)
             output = call(module, *args, **kwargs)
-            self._end(output)
+            end(output)
             return output
         finally:
-            self._is_running = False
+            running.clear()
+
+    calls = ClassCalls(around, wants)
+    try:
+        for model in models:
+            calls.follow(type(model))
+        yield
+    finally:
+        calls.close()
 
 
 class ModuleHooks:

@@ -42,8 +42,8 @@ class FunctionCalls:
 
     def __init__(self, names: tuple[str, ...], told: Callable[..., Any], *, is_after: bool = False) -> None:
         self._names = names
-        self._told = told
-        self._is_after = is_after
+        self.told = told
+        self.is_after = is_after
         self._is_on = False
 
     def switch(self, *, is_on: bool) -> None:
@@ -58,15 +58,6 @@ class FunctionCalls:
                 setattr(F, name, original)
                 del _PLACED[name]
         self._is_on = is_on
-
-    def before(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Tell of a call that is about to be made; the arguments to make it with, None for those that were given."""
-        return None if self._is_after else self._told(name, args, kwargs)
-
-    def after(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        """Tell of a call that has returned."""
-        if self._is_after:
-            self._told(name, args, kwargs, output)
 
 
 _PLACED: dict[str, tuple[Any, Any, list[FunctionCalls]]] = {}  # what was there, what stands there now, who listens
@@ -88,14 +79,16 @@ def _placed(name: str) -> tuple[Any, Any, list[FunctionCalls]]:
             return original(*args, **kwargs)
         there = list(listeners)
         for one in there:
-            args, kwargs = one.before(name, args, kwargs) or (args, kwargs)
+            if not one.is_after:
+                args, kwargs = one.told(name, args, kwargs) or (args, kwargs)
         _IN_PROGRESS.add(thread)
         try:
             output = original(*args, **kwargs)
         finally:
             _IN_PROGRESS.discard(thread)
         for one in there:
-            one.after(name, args, kwargs, output)
+            if one.is_after:
+                one.told(name, args, kwargs, output)
         return output
 
     vars(around).update(__script_if_tracing_wrapper=True, __original_fn=original)  # torch.jit.script takes that one

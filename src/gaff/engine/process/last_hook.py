@@ -1,14 +1,41 @@
-"""A step pre-hook of an optimizer that is called behind those of others, also behind those that are set after it."""
+"""Step pre-hooks of an optimizer that are called behind those of others, also behind those that are set after them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 
 from gaff.compat.compiler import never_traced
+
+
+class Behind:
+    """Stands in the place of one hook of a table until it is called: calls that hook, and ``then`` right behind it.
+
+    torch goes through the numbers of the table, and looks up each hook when it comes there: nobody may make the table
+    longer meanwhile, and any hook may take itself away.
+    """
+
+    def __init__(self, hooks: dict[int, Any], number: int, then: Callable[..., Any]) -> None:
+        self._hooks = hooks
+        self._number = number
+        self._original = hooks[number]
+        self._then = then
+        never_traced(type(self).__call__)
+        hooks[number] = self
+
+    def put_back(self) -> None:
+        """Leave the hook as it was, unless it has been taken away."""
+        if self._hooks.get(self._number) is self:
+            self._hooks[self._number] = self._original
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        self.put_back()
+        given = self._original(optimizer, args, kwargs)
+        is_other = isinstance(given, tuple) and len(given) == 2  # torch refuses all else but None
+        changed = self._then(optimizer, *(given if is_other else (args, kwargs)))
+        return given if changed is None else changed
 
 
 class LastPreHook:
@@ -21,7 +48,7 @@ class LastPreHook:
     def __init__(self, optimizer: Optimizer, action: Callable[..., Any]) -> None:
         self._hooks: dict[int, Callable[..., Any]] = optimizer._optimizer_step_pre_hooks
         self._action = action
-        self._replaced: tuple[int, Callable[..., Any], Callable[..., Any]] | None = None  # number, hook, what is there
+        self._behind: Behind | None = None
         self._handle = optimizer.register_step_pre_hook(never_traced(self._called))
 
     def remove(self) -> None:
@@ -34,24 +61,13 @@ class LastPreHook:
         later = [number for number, hook in self._hooks.items() if number > self._handle.id and not _is_ours(hook)]
         if not later:
             return self._action(optimizer, args, kwargs)
-        original = self._hooks[later[-1]]
-        behind = never_traced(partial(self._behind, original))
-        self._replaced = later[-1], original, behind
-        self._hooks[later[-1]] = behind  # torch goes through the numbers, and looks up each hook when it comes there
+        self._behind = Behind(self._hooks, later[-1], self._action)
         return None
 
-    def _behind(self, original: Callable[..., Any], optimizer: Any, args: Any, kwargs: Any) -> Any:
-        self._put_back()
-        given = original(optimizer, args, kwargs)
-        changed = self._action(optimizer, *(given if given is not None else (args, kwargs)))
-        return given if changed is None else changed
-
     def _put_back(self) -> None:
-        if self._replaced is not None:
-            number, original, behind = self._replaced
-            self._replaced = None
-            if self._hooks.get(number) is behind:
-                self._hooks[number] = original
+        if self._behind is not None:
+            self._behind.put_back()
+            self._behind = None
 
 
 def _is_ours(hook: Any) -> bool:

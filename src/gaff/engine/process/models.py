@@ -54,32 +54,20 @@ class RootCalls:
         nn.Module.__call__ = self._original  # type: ignore[method-assign]
 
 
-class RootWatch:
-    """Calls ``found(module)`` before the first call of every outermost module, on the thread that opened it.
+def new_roots(found: Callable[[nn.Module], None]) -> RootCalls:
+    """What calls ``found(module)`` before the first call of every outermost module, on the thread that opens it.
 
-    A module inside one that was found is not found again, when it is called alone. Found modules are held as long as
-    this lives, so that no other gets the identity by which they are known.
+    A module inside one that was found is not found again, when it is called alone. What ``found`` raises passes through
+    to the caller. A call that gives lazy parameters their shapes only passes: the module is found by the next one.
     """
+    known = set[int]()
+    held: list[nn.Module] = []  # their identities must not be used again
 
-    def __init__(self, found: Callable[[nn.Module], None]) -> None:
-        self._found = found
-        self._known: set[int] = set()
-        self._held: list[nn.Module] = []  # their identities must not be used again
-        self._calls = RootCalls(self._around)
-
-    def __enter__(self) -> None:
-        self._calls.__enter__()
-
-    def __exit__(self, *exc: object) -> None:
-        self._calls.__exit__(*exc)
-
-    def _around(self, module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Remember a module and all inside it, then tell of it; what ``found`` raises passes through to the caller.
-
-        A call that gives lazy parameters their shapes only passes: the module is found by the next one.
-        """
-        if id(module) not in self._known and not any(map(is_lazy, module.parameters())):
-            self._held.append(module)
-            self._known.update(id(inner) for inner in module.modules())
-            self._found(module)
+    def around(module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if id(module) not in known and not any(map(is_lazy, module.parameters())):
+            held.append(module)
+            known.update(id(inner) for inner in module.modules())
+            found(module)
         return call(*args, **kwargs)
+
+    return RootCalls(around)

@@ -2,7 +2,7 @@
 
 torch calls hooks before and after ``step``, of one optimizer or of all in the process; they cannot say that the step
 shall not happen. ``StepGuard`` therefore lets the optimizer's own code run on nothing. The other classes only look:
-``StepWatch`` before steps, ``count_steps`` after them, ``BackwardGuard`` and ``AccumulationWatch`` at the gradients
+``watch_steps`` before steps, ``count_steps`` after them, ``BackwardGuard`` and ``watch_accumulation`` at the gradients
 while they come.
 
 A step that calls ``super().step()`` runs the hooks once more inside: all of this passes over the inner ones.
@@ -342,22 +342,15 @@ class _Listener:
         return None if parameter is None else self._change(parameter, gradient)
 
 
-class AccumulationWatch:
-    """Calls ``seen(parameter)`` each time that a gradient has been added to ``parameter.grad``, inside backward."""
+def watch_accumulation(parameters: Iterable[Tensor], seen: Callable[[Tensor], None]) -> ExitStack:
+    """Call ``seen(parameter)`` each time that a gradient was added to ``parameter.grad``, until what it returns closes.
 
-    def __init__(self, parameters: Iterable[Tensor], seen: Callable[[Tensor], None]) -> None:
-        self._parameters = list(parameters)
-        self._seen = seen
-        self._handles = ExitStack()
-
-    def open(self) -> None:
-        """Hang a hook on each parameter; one that does not require grad is an error of torch's."""
-        for parameter in self._parameters:
-            self._handles.callback(parameter.register_post_accumulate_grad_hook(uncompiled(self._seen)).remove)
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._handles.close()
+    Inside backward. A parameter that does not require grad is an error of torch's.
+    """
+    with ExitStack() as handles:
+        for parameter in parameters:
+            handles.callback(parameter.register_post_accumulate_grad_hook(uncompiled(seen)).remove)
+        return handles.pop_all()
 
 
 def _stand_in(optimizer: Any) -> Any:
@@ -373,21 +366,22 @@ def _stand_in(optimizer: Any) -> Any:
     return stand_in
 
 
-class Ownership:
-    """Tells which optimizers own some of ``parameters()``; remembers the answer for each until it is given more."""
+def owns_some(parameters: Callable[[], Iterable[Tensor]]) -> Callable[[Any], bool]:
+    """A function that tells whether an optimizer owns some of ``parameters()``.
 
-    def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
-        self._parameters = parameters
-        self._known: WeakKeyDictionary[Any, tuple[int, bool]] = WeakKeyDictionary()  # with how many it had
+    It remembers the answer for each, and looks it up anew where ``add_param_group`` gave the optimizer more.
+    """
+    known: WeakKeyDictionary[Any, tuple[int, bool]] = WeakKeyDictionary()  # with how many parameters it had
 
-    def has(self, optimizer: Any) -> bool:
-        """Whether the optimizer owns any of the parameters; looked up anew where ``add_param_group`` gave it more."""
+    def owns(optimizer: Any) -> bool:
         groups = [group["params"] for group in optimizer.param_groups]
-        count, known = sum(map(len, groups)), self._known.get(optimizer)
-        if known is None or known[0] != count:
-            mine = {id(parameter) for parameter in self._parameters()}
-            known = self._known[optimizer] = count, any(id(one) in mine for group in groups for one in group)
-        return known[1]
+        count = sum(map(len, groups))
+        if known.get(optimizer, (None,))[0] != count:
+            mine = {id(parameter) for parameter in parameters()}
+            known[optimizer] = count, any(id(one) in mine for group in groups for one in group)
+        return known[optimizer][1]
+
+    return owns
 
 
 def count_steps(parameters: Callable[[], Iterable[Tensor]], completed: Callable[[], None]) -> Any:
@@ -397,10 +391,10 @@ def count_steps(parameters: Callable[[], Iterable[Tensor]], completed: Callable[
     host, and inner ones, do not count, nor do those of a fused optimizer that a GradScaler's flag made change nothing:
     that is read, for which the device is waited for.
     """
-    owned = Ownership(parameters)
+    owns = owns_some(parameters)
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-        is_made = not is_skipped(optimizer) and not is_inner_step(optimizer) and owned.has(optimizer)
+        is_made = not is_skipped(optimizer) and not is_inner_step(optimizer) and owns(optimizer)
         if is_made and not has_overflown(optimizer):
             completed()
 
@@ -421,53 +415,38 @@ def is_told_to_skip(optimizer: Any) -> bool:
     return found is not None and bool(found.item())
 
 
-class StepWatch:
-    """Calls ``before(optimizer)`` ahead of each step of an optimizer that owns some of ``parameters()`` (None: any).
+def watch_steps(
+    parameters: Callable[[], Iterable[Tensor]] | None,
+    before: Callable[[Any], None],
+    skipped: Callable[[], None] = lambda: None,
+    ended: Callable[[Any], None] | None = None,
+) -> ExitStack:
+    """Call ``before(optimizer)`` ahead of each step of an optimizer that owns some of ``parameters()`` (None: any).
 
-    ``skipped`` instead, where a GradScaler has told a fused optimizer to change nothing; ``ended(optimizer)`` after
-    each step. With a closure ``before``
-    comes after each evaluation of it, since the gradients come from there. What it raises goes to whoever called
-    ``step``.
+    ``skipped`` instead, where a GradScaler has told a fused optimizer to change nothing, for which the device is waited
+    for where there is such a flag; ``ended(optimizer)`` after each step. With a closure ``before`` comes after each
+    evaluation of it, since the gradients come from there. What it raises goes to whoever called ``step``. Ends when
+    what is returned closes.
     """
+    owns = owns_some(parameters) if parameters is not None else lambda optimizer: True
 
-    def __init__(
-        self,
-        parameters: Callable[[], Iterable[Tensor]] | None,
-        before: Callable[[Any], None],
-        skipped: Callable[[], None] = lambda: None,
-        ended: Callable[[Any], None] | None = None,
-    ) -> None:
-        self._owned = None if parameters is None else Ownership(parameters)
-        self._before = before
-        self._skipped = skipped
-        self._ended = ended
-        self._handles = ExitStack()
-
-    def __enter__(self) -> None:
-        self._handles.callback(register_optimizer_step_pre_hook(never_traced(self._stepping)).remove)
-        ended = self._ended
-        if ended is not None:
-            after = register_optimizer_step_post_hook(never_traced(lambda optimizer, args, kwargs: ended(optimizer)))
-            self._handles.callback(after.remove)
-
-    def __exit__(self, *exc: object) -> None:
-        self._handles.close()
-
-    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Ask about the flag of a GradScaler, then call ``before``, or hand the step a closure that does.
-
-        Waits for the device where there is such a flag.
-        """
-        if is_inner_step(optimizer) or (self._owned is not None and not self._owned.has(optimizer)):
+    def stepping(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if is_inner_step(optimizer) or not owns(optimizer):
             return None
         if is_told_to_skip(optimizer):
-            self._skipped()
+            skipped()
             return None
-        then = partial(self._before, optimizer)  # gradients come from it
-        wrapped = _around_closure(args, kwargs, lambda: None, then)
+        wrapped = _around_closure(args, kwargs, lambda: None, partial(before, optimizer))  # gradients come from it
         if wrapped is None:
-            self._before(optimizer)
+            before(optimizer)
         return wrapped
+
+    with ExitStack() as handles:
+        handles.callback(register_optimizer_step_pre_hook(never_traced(stepping)).remove)
+        if ended is not None:
+            after = never_traced(lambda optimizer, args, kwargs: ended(optimizer))
+            handles.callback(register_optimizer_step_post_hook(after).remove)
+        return handles.pop_all()
 
 
 def _around_closure(

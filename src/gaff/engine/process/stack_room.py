@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from threading import get_ident
-from types import CodeType, FrameType
+from types import CodeType, FrameType, SimpleNamespace
 from typing import TypeVar
 
 from gaff.compat.modes import frames_from
@@ -28,16 +28,8 @@ def passed_over(function: _Function) -> _Function:
     return function
 
 
-class _Room:
-    """By how many frames the limit is higher now, what it was set to for that, and the thread that they are for."""
-
-    __slots__ = ("added", "limit", "thread")
-
-    def __init__(self) -> None:
-        self.added = self.limit = self.thread = 0
-
-
-_ROOM = _Room()  # an object, since writing to a class makes Python forget what it knows of it
+# By how many frames the limit is higher now, what it was set to for that, and the thread that they are for.
+_ROOM = SimpleNamespace(added=0, limit=0, thread=0)
 
 
 @dataclass(frozen=True, slots=True)

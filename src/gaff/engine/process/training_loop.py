@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from gaff.compat import autograd
 from gaff.compat.compiler import never_traced
 from gaff.engine.process.calls import is_hidden
+from gaff.engine.process.last_hook import Behind
 from gaff.engine.process.optimizer import is_inner_step, is_told_to_skip
 from gaff.engine.process.stack_room import passed_over
 
@@ -45,10 +46,11 @@ class Told:
     loaded: Callable[[Any, Any, Any], None] = lambda module, state, keys: None
 
 
+Tell = Callable[..., None]  # with a ``Told``, and what one of torch's functions was called with
 _OPEN: list[Told] = []
 _UNDO: list[Callable[[], None]] = []
 _STEPPING: set[int] = set()  # optimizers inside a step
-_LATE: dict[int, tuple[Any, Any, Any, Any]] = {}  # by optimizer in a step: its hooks, key, last hook, and ours for it
+_LATE: dict[int, Behind] = {}  # by optimizer in a step: what stands in the place of its last hook
 _FINISHED = [0]  # steps; to see that a GradScaler has made none
 
 
@@ -68,16 +70,16 @@ class Outer:
         if not _OPEN:
             _UNDO.append(register_optimizer_step_pre_hook(never_traced(_step_begins)).remove)
             _UNDO.append(register_optimizer_step_post_hook(never_traced(_step_ended)).remove)
-            _UNDO.append(_unwrap_all)
-            _replace("backward", _backward, torch.autograd)
-            _replace("scale", _after(_tell_scaled), torch.amp.GradScaler)
+            _UNDO.append(_put_back_all)
+            _replace("backward", _around(_tell_begins, _tell_ended), torch.autograd)
+            _replace("scale", _around(then=_tell_scaled), torch.amp.GradScaler)
             _replace("step", _scaler_step, torch.amp.GradScaler)
-            _replace("compile", _after(_tell_compiled), torch)
-            _replace("clip_grad_norm_", _after(_tell_norm), torch.nn.utils, torch.nn.utils.clip_grad)
-            _replace("clip_grad_value_", _after(_tell_value), torch.nn.utils, torch.nn.utils.clip_grad)
-            _replace("__iter__", _iterate, DataLoader)
-            _replace("save", _after(_tell_saved), torch, torch.serialization)
-            _replace("load_state_dict", _after(_tell_loaded), nn.Module)
+            _replace("compile", _around(then=_tell_compiled), torch)
+            _replace("clip_grad_norm_", _around(then=_tell_norm), torch.nn.utils, torch.nn.utils.clip_grad)
+            _replace("clip_grad_value_", _around(then=_tell_value), torch.nn.utils, torch.nn.utils.clip_grad)
+            _replace("__iter__", _around(_tell_iterated), DataLoader)
+            _replace("save", _around(then=_tell_saved), torch, torch.serialization)
+            _replace("load_state_dict", _around(then=_tell_loaded), nn.Module)
         _OPEN.append(self._told)
 
     def close(self) -> None:
@@ -120,39 +122,44 @@ def _replace(name: str, make: Callable[[Any, list[bool]], Any], *owners: Any) ->
     _UNDO.append(undo)
 
 
-def _backward(original: Any, live: list[bool]) -> Any:
-    """``torch.autograd.backward``, which tells before it begins, and once it is over.
-
-    Not inside another backward pass, nor in code that is being compiled.
-    """
-
-    @passed_over
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        is_outermost = autograd.backward_task() == -1 and not is_hidden()
-        for told in _told(live) if is_outermost else ():
-            told.backward_begins(args[0] if args else kwargs.get("tensors"))
-        result = original(*args, **kwargs)
-        for told in _told(live) if is_outermost else ():
-            told.backward_ended()
-        return result
-
-    return backward
+def _silent(*given: Any, **named: Any) -> None:
+    """Tell nothing."""
 
 
-def _after(tell: Callable[..., None]) -> Callable[[Any, list[bool]], Any]:
-    """What makes of a function of torch's one that tells, once it has run: ``tell(told, result, *args, **kwargs)``."""
+def _around(first: Tell = _silent, then: Tell = _silent) -> Callable[[Any, list[bool]], Any]:
+    """What makes of a function of torch's one that tells: ``first(told, *args, **kwargs)`` before it runs, and
+    ``then(told, result, *args, **kwargs)`` once it has run."""
 
     def make(original: Any, live: list[bool]) -> Any:
         @passed_over
-        def after(*args: Any, **kwargs: Any) -> Any:
+        def around(*args: Any, **kwargs: Any) -> Any:
+            for told in _told(live):
+                first(told, *args, **kwargs)
             result = original(*args, **kwargs)
             for told in _told(live):
-                tell(told, result, *args, **kwargs)
+                then(told, result, *args, **kwargs)
             return result
 
-        return after
+        return around
 
     return make
+
+
+def _is_outermost() -> bool:
+    """Whether a backward pass that begins here, or has ended, is inside no other one, nor in code that is compiled."""
+    return autograd.backward_task() == -1 and not is_hidden()
+
+
+def _tell_begins(told: Told, tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    """``torch.autograd.backward`` is about to run, which tells the tensors that it begins from."""
+    if _is_outermost():
+        told.backward_begins(tensors)
+
+
+def _tell_ended(told: Told, *args: Any, **kwargs: Any) -> None:
+    """``torch.autograd.backward`` has run."""
+    if _is_outermost():
+        told.backward_ended()
 
 
 def _tell_scaled(told: Told, scaled: Any, scaler: Any, outputs: Any) -> None:
@@ -201,16 +208,9 @@ def _tell_value(told: Told, result: Any, parameters: Any, clip_value: float, *ar
     told.clipped(None, clip_value, None)
 
 
-def _iterate(original: Any, live: list[bool]) -> Any:
-    """``DataLoader.__iter__``, which tells that a loader begins anew."""
-
-    @passed_over
-    def iterate(loader: Any) -> Any:
-        for told in _told(live):
-            told.iterated(loader)
-        return original(loader)
-
-    return iterate
+def _tell_iterated(told: Told, loader: Any) -> None:
+    """``DataLoader.__iter__`` is about to run: a loader begins anew."""
+    told.iterated(loader)
 
 
 def _tell_saved(told: Told, result: Any, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
@@ -236,32 +236,17 @@ def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
     """A step begins; not told for one that is a part of another.
 
     Hooks that others have set on the optimizer may change gradients yet, and come after torch's global ones. So the
-    last of them is wrapped for this step, in its own place: torch is about to go through their table, which nobody may
-    make longer then, and any of them may take itself away.
+    last of them tells for this step.
     """
     if _STEPPING and is_inner_step(optimizer):
         return
     _STEPPING.add(id(optimizer))
-    _unwrap_last(id(optimizer))  # of a step that has not ended
+    _put_back_last(id(optimizer))  # of a step that has not ended
     hooks = optimizer._optimizer_step_pre_hooks
     if hooks:
-        key = next(reversed(hooks))
-        ours = _telling(hooks[key])
-        _LATE[id(optimizer)] = hooks, key, hooks[key], ours
-        hooks[key] = ours
+        _LATE[id(optimizer)] = Behind(hooks, next(reversed(hooks)), _tell_begin)
     else:
         _tell_begin(optimizer, args, kwargs)
-
-
-def _telling(last: Any) -> Any:
-    """The last hook of an optimizer, which then tells that the step begins."""
-
-    def hook(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        result = last(optimizer, args, kwargs)
-        _tell_begin(optimizer, *(result if isinstance(result, tuple) and len(result) == 2 else (args, kwargs)))
-        return result
-
-    return hook
 
 
 def _tell_begin(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -270,17 +255,16 @@ def _tell_begin(optimizer: Any, args: Any, kwargs: Any) -> None:
         told.step_begins(optimizer, closure is not None)
 
 
-def _unwrap_last(identity: int) -> None:
-    """Put back the hook of an optimizer that was wrapped for a step, unless it has been taken away."""
-    hooks, key, last, ours = _LATE.pop(identity, ({}, 0, None, None))
-    if ours is not None and hooks.get(key) is ours:
-        hooks[key] = last
+def _put_back_last(identity: int) -> None:
+    """Put back the hook of an optimizer that tells of a step, where it has not been called."""
+    if (late := _LATE.pop(identity, None)) is not None:
+        late.put_back()
 
 
-def _unwrap_all() -> None:
+def _put_back_all() -> None:
     """Put back what steps that have not ended have left."""
     for identity in list(_LATE):
-        _unwrap_last(identity)
+        _put_back_last(identity)
 
 
 def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -292,7 +276,7 @@ def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
         return
     _STEPPING.discard(id(optimizer))
     _FINISHED[0] += 1
-    _unwrap_last(id(optimizer))
+    _put_back_last(id(optimizer))
     is_skipped = is_told_to_skip(optimizer)
     for told in list(_OPEN):
         (told.step_skipped if is_skipped else told.step_ended)(optimizer)

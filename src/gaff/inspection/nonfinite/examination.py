@@ -21,7 +21,7 @@ from gaff.address.nested import Arguments, iter_tensors, shape_text
 from gaff.address.resolve import called_modules, need_module, resolve
 from gaff.compat.autograd import maker_of
 from gaff.engine.ops.calls import OpCall
-from gaff.engine.process.optimizer import StepWatch
+from gaff.engine.process.optimizer import watch_steps
 from gaff.engine.raised import tell_where
 from gaff.engine.session import Session
 from gaff.engine.taps import CallTap, OpTap
@@ -128,7 +128,7 @@ class Examination:
             self._now.anomaly.leave_out()
             if not self._is_again:  # that may be in the middle of a step, of whose hooks none may come or go then
                 closing.enter_context(
-                    StepWatch(None, self._before_step, ended=lambda one: self._state.note_made(one, self._marks))
+                    watch_steps(None, self._before_step, ended=lambda one: self._state.note_made(one, self._marks))
                 )
             session.open()
             try:

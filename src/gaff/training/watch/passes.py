@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from gaff.compat.autograd import backward_task
-from gaff.engine.gradients.derivatives import AHEAD, pass_watch
+from gaff.engine.gradients.derivatives import backward_passes
 from gaff.training.watch.shield import Shield
 
 
@@ -23,9 +23,7 @@ class PassListener:
     def switch(self, *, is_on: bool) -> None:
         """Listen, or leave torch as it was; a signal handler of the program's may raise in the middle."""
         if is_on and not self._is_on:
-            self._listening.enter_context(pass_watch)
-            AHEAD.append(self._ahead)
-            self._listening.callback(AHEAD.remove, self._ahead)
+            self._listening.enter_context(backward_passes.at_each(self._ahead))
         self._is_on = is_on
         if not is_on:
             self._listening.close()
