@@ -87,6 +87,7 @@ COMPILED = {
     "test_function_modes.py::test_what_is_kept_is_what_passed": "torch compiles no function mode of others",
     "test_kept_values_have_no_tangent": "torch compiles no forward-mode AD",
     "test_gaff_is_right_or_says_why_not[edits.edit_in_a_model_that_differentiates]": "torch compiles no double backward",
+    "test_sparse_gradients_inside_a_graph": "torch compiles no sparse gradients",
 }
 
 

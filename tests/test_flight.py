@@ -561,11 +561,21 @@ def test_tied_weights_stay_tied_when_they_are_restored(tmp_path):
 def test_a_handler_that_another_thread_could_not_take_away_gives_way(tmp_path):
     import threading
 
-    first = gaff.watch(build_linear(), out=tmp_path / "first")
+    def train(model):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            model(torch.randn(2, model.weight.shape[1])).sum().backward()
+            optimizer.step()
+
+    before, model = signal.getsignal(signal.SIGUSR1), build_linear()
+    first = gaff.watch(model, out=tmp_path / "first")
+    assert signal.getsignal(signal.SIGUSR1) == before  # others look whether it is free when they begin
+    train(model)
     closes = threading.Thread(target=first.remove)
     closes.start()
     closes.join()
     assert signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL
-    with gaff.watch(build_linear(), out=tmp_path / "second"):
+    with gaff.watch(model, out=tmp_path / "second"):
+        train(model)
         assert signal.getsignal(signal.SIGUSR1).__self__._before is not None
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

@@ -492,7 +492,7 @@ def test_what_the_graph_behind_a_loss_tells(loss_of, told):
     from gaff.training.watch.loss_graph import facts_of_graph
 
     loss = loss_of(nn.Linear(4, 3), torch.randn(8, 4), torch.randint(0, 3, (8,)))
-    assert set(facts_of_graph(loss, "loss")) - {"part"} == told  # which has tests of its own
+    assert set(facts_of_graph(loss, "loss")) - {"part", "terms"} == told  # which have tests of their own
 
 
 @pytest.mark.parametrize(
@@ -941,4 +941,4 @@ def test_thousands_of_summands_are_looked_at_in_part():
     model, x, y = nn.Linear(4, 3), torch.randn(8, 4), torch.randint(0, 3, (8,))
     loss = sum(model(x).square().mean() for _ in range(3000)) + F.cross_entropy(_softmax(model, x), y)
     assert len(terms_of(loss.grad_fn)) == 32
-    assert set(facts_of_graph(loss, "loss")) == {"doubled", "part"}
+    assert set(facts_of_graph(loss, "loss")) == {"doubled", "part", "terms"}

@@ -7,6 +7,7 @@ Python process of the command that imports torch.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -65,7 +66,7 @@ def launch(
     inherited = environment({**told, "quiet": quiet, "plain": plain})
     if live:
         _serve(folder)
-    child = subprocess.Popen(command, executable=program, env=inherited)
+    child = start(command, program, env=inherited)
     processes = Processes(child.pid)
     code = _wait(child, processes)
     gone = {} if processes.gone is None else {"gone": processes.gone}
@@ -76,6 +77,20 @@ def launch(
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
+
+
+def start(command: list[str], program: str, **more: Any) -> subprocess.Popen[Any]:
+    """Start a command as a shell would: with what this process has inherited itself, and a text without ``#!`` by a
+    shell. ``more`` is for ``subprocess.Popen``. Raises PlanError where it cannot be started."""
+    try:
+        child = subprocess.Popen(command, executable=program, close_fds=False, **more)
+    except OSError as error:
+        if error.errno != errno.ENOEXEC:
+            raise PlanError(f"{program!r} cannot be started: {error.strerror}") from None
+        child = subprocess.Popen(["sh", program, *command[1:]], close_fds=False, **more)
+    if hasattr(signal, "SIGCHLD") and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else its exit code is thrown away
+    return child
 
 
 def command_of(words: list[str], name: str) -> tuple[list[str], str]:
@@ -104,12 +119,10 @@ def make_folder(out: str | None, command: list[str], *, force: bool = False) -> 
     if out == "":
         raise PlanError("--out is empty: expected the name of a folder, or no --out for one of its own")
     folder = Path(out) if out is not None else _own_folder(command)
-    there = [
-        *folder.glob(HEAD),
-        *folder.glob(f"*{ENDING}"),
-        *folder.glob(f"*{RING}"),
-        *folder.glob("batches/*.safetensors"),
-    ]
+    try:
+        there = [one for what in (HEAD, f"*{ENDING}", f"*{RING}", "batches/*.safetensors") for one in folder.glob(what)]
+    except OSError as error:  # such a name cannot be
+        raise RecordError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
     if folder.exists() and not folder.is_dir():
         raise RecordError(f"{str(folder)!r} is no folder: expected a new one for the record")
     if there and not force:
@@ -221,8 +234,11 @@ def _wait(child: subprocess.Popen[Any], processes: Processes) -> int:
     """Until the command ends. Ctrl-C reaches it from a terminal by itself; what else comes is handed on."""
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        processes.are_told = processes.are_told or signal.Signals(number).name in _ENDING
-        if number != signal.SIGINT or not _is_in_foreground():
+        name = signal.Signals(number).name
+        processes.are_told = processes.are_told or name in _ENDING
+        if name == "SIGUSR1" and (takers := processes.taking(number)) is not None:
+            _ask(takers, number)
+        elif number != signal.SIGINT or not _is_in_foreground():
             child.send_signal(number)
 
     known = {signal.SIGINT: signal.signal(signal.SIGINT, hand_on)}
@@ -239,6 +255,15 @@ def _wait(child: subprocess.Popen[Any], processes: Processes) -> int:
     finally:
         for number, before in known.items():
             signal.signal(number, before)
+
+
+def _ask(takers: list[int], number: int) -> None:
+    """Send a signal that asks for something to processes that have a handler for it; others would end by it."""
+    for pid in takers:
+        with suppress(OSError):
+            os.kill(pid, number)
+    if not takers:
+        to_stderr(f"gaff: {signal.Signals(number).name} is not handed on: nothing in the command takes it yet")
 
 
 def _is_in_foreground() -> bool:

@@ -54,6 +54,21 @@ class Processes:
             first = min(badly, key=lambda pid: (ended[pid] in _AFTER, not ended[pid].startswith("SIG")))
             self.gone = {"rank": ranks[first], "how": ended[first]}
 
+    def taking(self, number: int) -> list[int] | None:
+        """The command's processes that have a handler for a signal, by which others would end; None where nothing tells
+        (not on Linux)."""
+        if not (_PROC / str(self._parent) / "status").is_file():
+            return None
+        found, waiting = [], [self._parent]
+        while waiting:
+            pid = waiting.pop()
+            waiting += _children(pid)
+            with suppress(OSError, ValueError):
+                told = dict(line.split(":", 1) for line in (_PROC / str(pid) / "status").read_text().splitlines())
+                if int(told["SigCgt"], 16) >> (number - 1) & 1:
+                    found.append(pid)
+        return found
+
     def _find(self, pid: int) -> None:
         """Add the ranks below one process. Workers of workers, such as those of a DataLoader, are not ranks."""
         for child in _children(pid):

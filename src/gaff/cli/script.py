@@ -7,7 +7,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -67,8 +67,9 @@ def examine(
         step, made = (losses.step, losses.before) if is_of_loss else (max(one.steps for one in guards), losses.made)
         seen = _finished(found, script, step, again=again)
         return replace(seen, notes=(f"seen after {counted(made, 'optimizer step')}", *seen.notes))
-    if code not in (None, 0):
-        to_stderr(f"gaff: the script ended with exit code {code}, and no NaN or inf was found before")
+    if code is not None and not (isinstance(code, int) and code == 0):
+        told = code if isinstance(code, int) else 1
+        to_stderr(f"gaff: the script ended with exit code {told}, and no NaN or inf was found before")
         sys.exit(code)
     if not guards:
         raise PlanError(
@@ -229,12 +230,20 @@ class _Script:
 
     @contextmanager
     def _as_command(self) -> Iterator[None]:
-        """``sys.argv``, ``sys.path`` and the folder as ``python SCRIPT`` has them, each time that it runs."""
+        """``sys.argv``, ``sys.path`` and the folder as ``python SCRIPT`` has them, each time that it runs.
+
+        Where it puts other streams in place of its outputs, what comes after it is not written there.
+        """
         os.chdir(self.folder)
-        argv, path = sys.argv, sys.path[0]
+        argv, path, streams = sys.argv, sys.path[0], (sys.stdout, sys.stderr)
         first = self.folder if self.is_module else str(Path(self.path).resolve().parent)
         sys.argv, sys.path[0] = [self.path, *self.arguments], first
         try:
             yield
         finally:
             sys.argv, sys.path[0] = argv, path
+            for mine, before in zip((sys.stdout, sys.stderr), streams, strict=True):
+                with suppress(AttributeError, OSError, ValueError):  # it is none, full, or closed
+                    if mine is not before:
+                        mine.flush()
+            sys.stdout, sys.stderr = streams

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gaff.cli.launch import environment, make_folder
+from gaff.cli.launch import environment, make_folder, start
 from gaff.errors import RecordError
 from gaff.record.experiments import AGAIN, FOLDER, TRIED
 from gaff.record.run import HEAD, VERSION, Record
@@ -75,8 +75,8 @@ class Trials:
         told = {**settings.to_json(), "quiet": True, "plain": True,
                 "trial": {"experiment": changed, "steps": self._steps}}  # fmt: skip
         with (folder / OUTPUT).open("wb") as output:
-            child = subprocess.Popen(self._command, executable=self._program, stdin=subprocess.DEVNULL, stdout=output,
-                                     stderr=subprocess.STDOUT, env=environment(told))  # fmt: skip
+            child = start(self._command, self._program, stdin=subprocess.DEVNULL, stdout=output,
+                          stderr=subprocess.STDOUT, env=environment(told))  # fmt: skip
         return _Running(name, folder, child)
 
     def _wait(self, running: Sequence[_Running]) -> list[int]:

@@ -6,7 +6,7 @@ import itertools
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gaff.errors import RecordError
@@ -38,7 +38,8 @@ def replacing(path: str | os.PathLike[str], *failures: type[Exception]) -> Itera
         raise RecordError(f"{os.fspath(path)!r} cannot be written: {reason}") from error
     finally:
         if made is not None:
-            made.unlink(missing_ok=True)
+            with suppress(OSError):  # it could not be made, which has been told
+                made.unlink()
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> int:

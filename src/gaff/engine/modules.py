@@ -85,7 +85,8 @@ def install(node: Node, handles: list[Any], make: Callable[..., Any] = Hook, *, 
 
 def is_untouched_linear(module: nn.Module) -> bool:
     """Whether a module returns what torch's own linear layer made: nobody has put another forward or hook there."""
-    is_own = type(module).forward is nn.Linear.forward and users_forward(module.__dict__.get("forward")) is None
+    stands = users_forward(module.__dict__.get("forward"))
+    is_own = type(module).forward is nn.Linear.forward and (stands is None or getattr(stands, "is_gaffs", False))
     hooks = [*module._forward_hooks.values(), *torch_module._global_forward_hooks.values()]
     return is_own and all(_is_ours(hook) for hook in hooks)
 

@@ -357,7 +357,7 @@ def _is_outside(finding: Finding | None) -> bool:
 def _is_left_out(finding: Finding, case: RunCase) -> bool:
     """Whether outputs alone were not finite, while all losses were, and have fallen."""
     is_of_output = finding.site.rpartition(":")[2] not in ("grad", "param", "update", "grad_output", "grad_input")
-    is_finite = all(math.isfinite(value) for curve in case.losses.values() for value in curve.values)
+    is_finite = all(curve.nonfinite_since is None for curve in case.losses.values())
     return bool(finding.site) and is_of_output and is_finite and _has_learned(case)
 
 

@@ -131,6 +131,7 @@ def _with_exits(kind: Any) -> Any:
     names = getattr(kind.forward, "__globals__", globals())
     made = FunctionType(code, names, "forward", None, forward.__closure__)  # a pickle finds it by this name
     functools.update_wrapper(made, kind.forward, ("__module__", "__qualname__", "__doc__", "__annotations__"))
+    made.__dict__["is_gaffs"] = True
     for mark in [name for name in vars(made) if name.startswith("_torchdynamo")]:
         delattr(made, mark)  # it was compiled by its class, and Dynamo would inline the original instead of this
     compiler.leave_uncompiled(changes_output, *([] if alone is known else [made]))

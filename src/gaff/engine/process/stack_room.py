@@ -24,7 +24,7 @@ def passed_over(function: _Function) -> _Function:
     Python passes over the frames of its import system, which it knows by the names of their files.
     """
     code = function.__code__  # type: ignore[attr-defined]
-    function.__code__ = code.replace(co_filename=f"{code.co_filename} (as importlib._bootstrap)")  # type: ignore[attr-defined]
+    function.__code__ = code.replace(co_filename=f"<{code.co_filename}, passed over as importlib._bootstrap>")  # type: ignore[attr-defined]
     return function
 
 

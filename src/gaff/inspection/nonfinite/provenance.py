@@ -184,7 +184,7 @@ def users_place(frame: FrameType) -> tuple[str, int]:
     """
     first = place_of(frame)
     for here in frames_from(frame):
-        name = here.f_code.co_filename
+        name = here.f_code.co_filename.removeprefix("<")  # of gaff's own that warnings pass over
         if not name.startswith((_TORCH, FOLDER, contextlib.__file__)) and not name.endswith(_WRAPPING):
             return place_of(here)
     return first

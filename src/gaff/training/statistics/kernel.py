@@ -163,7 +163,7 @@ def path_of_build(level: str = NATIVE) -> Path:
     """
     cache = os.environ.get("GAFF_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     machine = (_processor(),) if level == NATIVE else (level, *LEVELS[level][0])
-    key = "\n".join((SOURCE.read_text(), *_FLAGS, platform.machine(), *machine, sys.platform))
+    key = "\n".join((SOURCE.read_text(encoding="utf-8"), *_FLAGS, platform.machine(), *machine, sys.platform))
     return Path(cache) / "gaff" / f"kernel-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 
 
@@ -182,7 +182,7 @@ def _is_ours(path: Path) -> bool:
 def _processor() -> str:
     """The processor's model and what it can do, as far as the system tells."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
     wanted = ("model name", "flags", "Features", "CPU part")

@@ -22,7 +22,7 @@ def start() -> None:
         settings = json.loads(os.environ[VARIABLE])
         _watch(settings)
     except Exception as error:  # noqa: BLE001  # the command is not ours to stop
-        to_stderr(f"gaff: this process is not watched: {type(error).__name__}: {error}")
+        to_stderr(f"gaff: this process is not watched: {type(error).__name__}: {error}", is_first=True)
 
 
 def _watch(told: dict[str, Any]) -> None:
@@ -59,4 +59,4 @@ class _Told:
     def __call__(self, text: str) -> None:
         from gaff.views.run_text import to_ascii
 
-        to_stderr(to_ascii(text) if self._plain else text)
+        to_stderr(to_ascii(text) if self._plain else text, is_first=True)

@@ -77,8 +77,8 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     - ``outside``: that a binary cross entropy is given targets outside of 0 to 1
     - ``factor``: by what it was multiplied at last, as where gradients are accumulated; ``weight``: without divisions,
       and of no sum of several losses, whose mean they make; ``scale``: by divisions alone, None of such a sum
-    - ``terms``: how many are added up in it; ``part``: the value of the cross entropy that it is the sum of with other
-      terms, and among how many classes
+    - ``terms``: how many are added up in it, where it is a sum; ``part``: the value of the cross entropy that it is the
+      sum of with other terms, and among how many classes
     - ``summed``: that it is a sum of negative log-likelihoods, divided by a number: how many times their mean it is
     """
     found: dict[str, Any] = {}
@@ -129,7 +129,9 @@ def _facts_of_terms(terms: list[list[Any]], taken: list[list[Any]], name: str) -
     has_error = any(is_error(term) for term, one in zip(terms, told, strict=True) if "spread" not in one)
     has_error = has_error or any(map(is_of_differences, taken))
     part = part_over_classes(terms)
-    found: dict[str, Any] = {"terms": len(terms), **({"part": {"loss": name, **part}} if part else {})}
+    found: dict[str, Any] = {"part": {"loss": name, **part}} if part else {}
+    if len(terms) > 1:
+        found["terms"] = len(terms)
     for one in told:
         found = {kind: fact for kind, fact in one.items() if kind != "spread" or not has_error} | found
     return found

@@ -73,7 +73,7 @@ def memory() -> dict[str, int]:
     """
     told = {}
     status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
+    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
     for line in lines:
         if line.startswith("VmHWM:"):
             told["process"] = int(line.split()[1]) * 1024

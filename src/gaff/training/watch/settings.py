@@ -24,14 +24,16 @@ PROCESSES = "GAFF_WATCH_PROCESSES"  # of the environment: the numbers of the pro
 VARIABLE = "GAFF_WATCH"  # of the environment: the settings of a watched command as JSON, which its children inherit
 
 
-def to_stderr(text: str) -> None:
+def to_stderr(text: str, *, is_first: bool = False) -> None:
     """Write a line to the standard error of this process, at once, as a terminal can show it.
 
-    Where there is no standard error, or it is closed or full, nobody is told.
+    ``is_first``: to the one that it was started with, also where the program has put another in its place, as to read
+    what it writes itself. Where there is no standard error, or it is closed or full, nobody is told.
     """
+    stream = (sys.__stderr__ if is_first else None) or sys.stderr
     with suppress(AttributeError, OSError, ValueError):  # there is none, it takes nothing, or not these characters
-        sys.stderr.write(f"{printable(text)}\n")
-        sys.stderr.flush()
+        stream.write(f"{printable(text)}\n")
+        stream.flush()
 
 
 class WatchOptions(TypedDict, total=False):
@@ -120,10 +122,13 @@ class Settings:
         Left out is what each process knows by itself, such as its rank, and functions, which no text can tell.
         """
         told = {one.name: getattr(self, one.name) for one in fields(self) if "help" in one.metadata}
-        return {**told, "out": None if self.out is None else str(self.out)}
+        return {**told, "out": None if self.out is None else [*os.fsencode(self.out)]}  # whatever locale it has
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any], **more: Any) -> Self:
         """The inverse of ``to_json``; ``more``: what no text can tell. Names that are not known are left out."""
         known = {one.name for one in fields(cls) if "help" in one.metadata} | {"out"}
-        return cls(**{name: value for name, value in told.items() if name in known}, **more)
+        given = {name: value for name, value in told.items() if name in known}
+        if given.get("out") is not None:
+            given["out"] = Path(os.fsdecode(bytes(given["out"])))
+        return cls(**given, **more)

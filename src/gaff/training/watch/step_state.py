@@ -7,6 +7,7 @@ closure belongs to its step.
 
 from __future__ import annotations
 
+import sys
 from enum import IntEnum, auto
 
 
@@ -66,7 +67,8 @@ class StepState:
 
     ``began``: when the step in progress did, in seconds of ``time.perf_counter``. ``ended_at``: when the leading
     optimizer made its step, until something else begins and tells that no other optimizer follows; None in between.
-    ``is_left_out``: a GradScaler has left a step out, and no optimizer has made one since.
+    ``is_left_out``: a GradScaler has left a step out, and no optimizer has made one since. ``survived``: the identity
+    of the last exception that nobody had caught when the latest step was complete: a console goes on after it.
     """
 
     def __init__(self) -> None:
@@ -74,6 +76,7 @@ class StepState:
         self.began = 0.0
         self.ended_at: float | None = None
         self.is_left_out = False
+        self.survived = 0
 
     def enter(self, event: LoopEvent) -> bool:
         """Go on to the state that ``event`` leads to; whether the step before is over by it, and to be completed.
@@ -91,6 +94,7 @@ class StepState:
 
         To be called once, where ``ended_at`` is not None.
         """
+        self.survived = id(getattr(sys, "last_value", None))
         assert self.ended_at is not None
         seconds, self.began, self.ended_at = self.ended_at - self.began, self.ended_at, None
         if self.state is State.ENDED:

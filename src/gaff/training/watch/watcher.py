@@ -79,7 +79,6 @@ class Watcher:
     def open(self) -> None:
         """Install hooks and wrappers: from now on what happens in this process is told. The first step is looked at."""
         self.shield.is_open = True
-        self._flight.follow_signal()
         self._steps.at.began = began = perf_counter()
         self._outer.open()
         forks.follow(self)
@@ -265,6 +264,8 @@ class Watcher:
         self.pace.spend(*self.reporter.take_spent())
         self.pace.stepped(self.step, seconds, self.shield.take_spent() + self._calls.passing.take_spent(),
                           sampled is not None)  # fmt: skip
+        if not self.step:  # not before: others look whether the signal is free when they begin
+            self._flight.follow_signal()
         self.step += 1
         self._batches.clear()
         self.pace.hear(self.step, self._looks.modes.are_news, self._steps.optimizers.has_begun)
@@ -426,8 +427,9 @@ def _close(watcher: weakref.ref[Watcher]) -> None:
     """Close a watcher at the end of the process, if nobody has before; Python calls this at exit.
 
     Told by a weak reference, so that the list of what to call at exit does not keep a watcher alive. An exception that
-    has ended the process is told to the record.
+    has ended the process is told to the record; none that training went on after, nor one at a prompt, which goes on.
     """
     found = watcher()
     if found is not None:
-        found.close(getattr(sys, "last_value", None))  # what has ended the process, if something was raised
+        error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        found.close(None if id(error) == found._steps.at.survived else error)
