@@ -111,3 +111,95 @@ def test_a_module_that_is_run_has_the_names_of_its_variables(tmp_path):
     (tmp_path / "package" / "train.py").write_text(LOOP)
     assert run(watched("run", sys.executable, "-m", "package.train"), cwd=tmp_path).returncode == 0
     assert gaff.load(tmp_path / "run").describe("model")["name"] == "model"
+
+
+def in_shell(folder, words, tail, options=("--quiet",)):
+    """The same in a shell, bare and watched: its exit codes and standard outputs."""
+    bare, done = (
+        run(["bash", "-c", f"{shlex.join(each)} {tail}"]) for each in (words, watched(folder, *words, options=options))
+    )
+    return (bare.returncode, bare.stdout), (done.returncode, done.stdout), done.stderr
+
+
+def test_a_command_has_the_files_that_its_shell_has_opened(tmp_path):
+    words = [sys.executable, "-c", "import sys; print(open(sys.argv[1]).read())"]
+    bare, done, _ = in_shell(tmp_path / "run", words, "<(echo hello)")
+    assert bare == done == (0, "hello\n\n")
+
+
+def test_a_text_without_a_program_in_its_first_line_is_run_by_a_shell(tmp_path):
+    script = tmp_path / "plain.sh"
+    script.write_text("echo hello $1\n")
+    script.chmod(0o755)
+    bare, done, _ = in_shell(tmp_path / "run", [str(script), "there"], "")
+    assert bare == done == (0, "hello there\n")
+
+
+def test_an_exit_code_is_kept_where_ended_children_are_ignored(tmp_path):
+    words = watched(tmp_path / "run", sys.executable, "-c", "raise SystemExit(3)")
+    starting = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    assert run([sys.executable, "-c", starting, *words]).returncode == 3
+
+
+def test_what_a_program_reads_of_its_own_standard_error_is_its_own(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import contextlib, io\nwith contextlib.redirect_stderr(io.StringIO()) as told:\n    exec({LOOP!r}.replace('0.1', '1e30'))\n"
+        "print(len(told.getvalue()))\n"
+    )
+    _, done, told = in_shell(tmp_path / "run", [sys.executable, str(script)], "", options=())
+    assert done == (0, "0\n")
+    assert "not finite" in told
+
+
+def test_an_error_in_a_console_before_a_training_is_not_its_end(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"import code\ncode.InteractiveConsole().push('1/0')\n{LOOP}")
+    assert run(watched(tmp_path / "run", sys.executable, str(script))).returncode == 0
+    assert gaff.load(tmp_path / "run").verdict.state != "failed"
+
+
+def test_a_tool_that_opens_the_files_of_all_frames_runs(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LOOP)
+    done = run(watched(tmp_path / "run", sys.executable, "-m", "trace", "--count", "-C", str(tmp_path / "counts"),
+                       "--ignore-dir", sys.prefix, str(script)))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("around", [[], ["bash", "-c", 'python=$1; shift; "$python" "$@"; echo after', "sh"]])
+def test_a_question_to_the_launcher_reaches_who_trains(around, tmp_path):
+    script = tmp_path / "script.py"
+    slow = LOOP.replace("range(20)", "range(200)") + "    print(1, flush=True)\n    __import__('time').sleep(0.02)\n"
+    script.write_text(slow)
+    command = watched(tmp_path / "run", *around, sys.executable, str(script))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT, text=True)
+    for _ in range(20):
+        assert process.stdout.readline() == "1\n"
+    process.send_signal(signal.SIGUSR1)
+    told = process.communicate(timeout=120)[0]
+    assert (process.returncode, told.endswith("after\n")) == (0, bool(around))
+    assert sum("SIGUSR1" in event["why"] for _, event in gaff.load(tmp_path / "run").events("flight")) == 1
+
+
+def test_a_question_that_nobody_takes_ends_nothing(tmp_path):
+    command = watched(tmp_path / "run", "sh", "-c", "echo 1; sleep 2; exit 4", options=())
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, text=True)
+    assert process.stdout.readline() == "1\n"
+    process.send_signal(signal.SIGUSR1)
+    _, told = process.communicate(timeout=120)
+    assert (process.returncode, "SIGUSR1 is not handed on" in told) == (4, True)
+
+
+def test_a_report_is_not_written_where_the_script_has_put_its_output(tmp_path):
+    script, log = tmp_path / "script.py", tmp_path / "log.txt"
+    script.write_text(f"import sys\nsys.stdout = open({str(log)!r}, 'w')\nprint('mine')\n{LOOP.replace('0.1', '1e30')}")
+    done = run([sys.executable, "-m", "gaff", "nan", str(script)])
+    assert (done.returncode, "not finite" in done.stdout, log.read_text()) == (3, True, "mine\n")
+
+
+def test_names_that_cannot_be_are_refused_in_words(tmp_path):
+    done = run(watched("a" * 300, sys.executable, "-c", "0"))
+    assert (done.returncode, "cannot be written: File name too long" in done.stderr) == (1, True), done.stderr
