@@ -257,6 +257,20 @@ def test_outputs_in_units_of_their_own_in_evaluation(tmp_path, is_meant):
 
 
 @pytest.mark.parametrize("is_meant", [True, False])
+def test_targets_in_their_own_units_that_are_far_from_learned(tmp_path, is_meant):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def loss_of(step):
+        x = torch.randn(50, 8)
+        y = torch.tanh(x[:, :1])
+        return F.mse_loss(model(x), y if is_meant else 40_000 + 5_000 * y)
+
+    told, _ = told_of(tmp_path, model, torch.optim.Adam(model.parameters(), 1e-3), loss_of, 140)
+    assert (told.name == "targets_far_from_zero") is not is_meant, told
+
+
+@pytest.mark.parametrize("is_meant", [True, False])
 def test_a_wall_at_one_temperature_beside_an_equation(tmp_path, is_meant):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1))

@@ -140,7 +140,8 @@ def targets_far_from_zero(case: RunCase) -> Claim | None:
 
     So says its first loss: it is above twice of what the spread alone makes of it, and about what the middle of the
     targets, or its square, is. Where something follows from it in fifty steps: gradients or steps that are too large
-    (with targets above 10,000 whenever that is), a loss that rises or jumps, or one that does not fall and dead units.
+    (with targets above 10,000 whenever that is), a loss that rises or jumps, or one that does not fall and dead units;
+    or a loss that is still ten times what guessing gives after a hundred steps.
     """
     harm = case.found("exploding", "diverging", "update_large")
     if harm is None and case.loss is not None and not case.loss[1].fell():
@@ -150,6 +151,8 @@ def targets_far_from_zero(case: RunCase) -> Claim | None:
     farthest = max(abs(low), abs(high))
     latest = math.inf if farthest > _VERY_FAR and case.found("exploding") is not None else case.began + _EARLY
     is_harmed = case.jump is not None or any(step <= latest for step in began)
+    if case.loss is not None and case.steps >= 100:
+        is_harmed = is_harmed or case.loss[1].last > 10 * case.guess.get(case.loss[0], math.inf)
     if case.loss is None or farthest < _FAR or not is_harmed or case.is_acting:
         return None
     name, curve = case.loss
