@@ -122,7 +122,8 @@ class Settings:
         Left out is what each process knows by itself, such as its rank, and functions, which no text can tell.
         """
         told = {one.name: getattr(self, one.name) for one in fields(self) if "help" in one.metadata}
-        return {**told, "out": None if self.out is None else [*os.fsencode(self.out)]}  # whatever locale it has
+        out = None if self.out is None else os.fsencode(self.out).decode(errors="surrogateescape")
+        return {**told, "out": out}  # as text that is the same whatever locale the process has
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any], **more: Any) -> Self:
@@ -130,5 +131,5 @@ class Settings:
         known = {one.name for one in fields(cls) if "help" in one.metadata} | {"out"}
         given = {name: value for name, value in told.items() if name in known}
         if given.get("out") is not None:
-            given["out"] = Path(os.fsdecode(bytes(given["out"])))
+            given["out"] = Path(os.fsdecode(given["out"].encode(errors="surrogateescape")))
         return cls(**given, **more)
