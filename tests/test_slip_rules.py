@@ -76,7 +76,7 @@ def rightly(model, optimizer):
     ],
 )
 def test_an_attribute_that_torch_does_not_read_is_named(tmp_path, given, is_wrong):
-    told = trained(tmp_path, **given)
+    told = trained(tmp_path, every=10, **given)
     assert (told.name == "set_for_nothing") is is_wrong, told
     assert told.state == ("wrong" if is_wrong else "healthy"), told
     assert ("does nothing" in told.cause) is is_wrong
