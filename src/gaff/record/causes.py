@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gaff.record.experiments import KINDS
-from gaff.record.finding import Finding, evidence_of, is_of_all, origin_of, told_of
+from gaff.record.finding import Finding, evidence_of, is_of_all, told_of
 from gaff.record.run_case import RunCase
 
 CERTAINTIES = ("certain", "likely", "possible")
@@ -63,7 +63,7 @@ def claims(case: RunCase) -> list[Claim]:
     Weights that begin all alike do no harm where the loss falls all the same, as with heads side by side, unless there
     are three or more, and no others.
     """
-    if _has_learned(case) and not any(is_of_all(one, 3) for one in case.findings if one.rule == "symmetric_units"):
+    if has_learned(case) and not any(is_of_all(one, 3) for one in case.findings if one.rule == "symmetric_units"):
         case = case.without("symmetric_units")
     if case.is_range_test:
         return []
@@ -71,7 +71,7 @@ def claims(case: RunCase) -> list[Claim]:
         case = case.without("lr_zero")
     written = case.found("written_back")
     is_partly = written is not None and written.share <= 0.5  # as in an inner loop, or of slow weights (Lookahead)
-    if is_partly and _has_learned(case):
+    if is_partly and has_learned(case):
         case = case.without("written_back")
     fallen = case.loss[1].last / case.loss[1].first if case.loss is not None and case.loss[1].first > 0 else 1.0
     for below, rules in _HARMLESS_BELOW:  # seen while it had not fallen yet
@@ -176,7 +176,7 @@ def read_from_the_process(case: RunCase) -> Claim | None:
     told = [evidence_of(finding)]
     rise = case.rise
     if rise is not None:
-        told.append(_risen(*rise))
+        told.append(told_rise(*rise))
     after = tuple(one.rule for one in case.findings if one is not finding and one.since >= finding.since)
     explains = after if finding.rule in _STOPS else ()
     text = told_of(finding)
@@ -278,7 +278,7 @@ def steps_too_large(case: RunCase) -> Claim | None:
     broken = case.found("nonfinite")
     jump = case.jump
     harm = case.found("diverging", "exploding", "dead_units", "saturated", "no_signal", "output_constant")
-    is_lost = jump is not None and not _has_learned(case, jump[1] / jump[2]) and _stays_up(case, *jump)
+    is_lost = jump is not None and not has_learned(case, jump[1] / jump[2]) and _stays_up(case, *jump)
     if any(one.rule in ("no_signal", "output_constant") and one.since <= case.began for one in case.findings):
         return None  # no consequence of steps: it was there before the first one
     if broken is not None and broken.remedy.startswith("look at the batch") and large is None:
@@ -290,7 +290,7 @@ def steps_too_large(case: RunCase) -> Claim | None:
         return None
     began = min([one for one in (rise[1] if rise else None, large.since if large else None, jump and jump[0])
                  if one is not None])  # fmt: skip
-    told = [_risen(*rise)] if rise is not None else []
+    told = [told_rise(*rise)] if rise is not None else []
     if jump is not None:
         told.append(f"the loss was {jump[2]:.4g} at first, and rose to {jump[1]:.4g} at step {jump[0]}")
     if large is not None:
@@ -329,72 +329,6 @@ def falls_without_bound(case: RunCase) -> Claim | None:
                  "limits it; a smaller learning rate or clipping only puts it off",
                  ("diverging", "exploding", "gradient_spike", "loss_spike", "update_large", "learning_rate_too_high",
                   "half_range"))  # fmt: skip
-
-
-@cause
-def not_finite(case: RunCase) -> Claim | None:
-    """A NaN or inf whose place is known. Certain that it came; where the loss had risen before, or was far too large at
-    first, only what it came from is told by another cause; so it is where the loss had jumped, by numbers that overflow
-    as far as is known. Of outputs alone, in a run whose losses are finite and fall, it is possible: they may be left
-    out on purpose."""
-    finding = case.found("nonfinite")
-    is_scale = _breaks_by_scale(case) if case.found("input_scale") is not None else case.begins_far_above
-    is_risen = case.rise is not None and not (case.rise[3] < 1000 * case.rise[2] and _is_outside(finding))
-    if finding is None or is_risen or is_scale or (case.jump is not None and _overflows(finding)):
-        return None
-    text, is_left_out = finding.message or told_of(finding), _is_left_out(finding, case)
-    if is_left_out:
-        text = f"{text}, and no loss, gradient or weight with it: what is not finite may be left out on purpose"
-    return Claim("nonfinite", "possible" if is_left_out else "certain", text, origin_of(finding), finding.since,
-                 finding.remedy, tuple(one.rule for one in case.findings if one is not finding))  # fmt: skip
-
-
-def _is_outside(finding: Finding | None) -> bool:
-    """Whether a loss was not finite of outputs that were."""
-    return finding is not None and finding.cause.startswith("it began outside the model")
-
-
-def _is_left_out(finding: Finding, case: RunCase) -> bool:
-    """Whether outputs alone were not finite, while all losses were, and have fallen."""
-    is_of_output = finding.site.rpartition(":")[2] not in ("grad", "param", "update", "grad_output", "grad_input")
-    is_finite = all(curve.nonfinite_since is None for curve in case.losses.values())
-    return bool(finding.site) and is_of_output and is_finite and _has_learned(case)
-
-
-def _breaks_by_scale(case: RunCase) -> bool:
-    """Whether a loss begins far above guessing and is not finite soon, by numbers that overflow as far as is known."""
-    finding = case.found("nonfinite")
-    return (
-        finding is not None and case.begins_far_above and finding.since <= case.began + _EARLY and _overflows(finding)
-    )
-
-
-def _overflows(finding: Finding) -> bool:
-    """Whether what was first not finite is no op's doing, or that of one whose numbers overflow, as far as is known."""
-    return "op" not in finding.evidence or "overflow" in finding.cause
-
-
-@cause
-def input_far_from_zero(case: RunCase) -> Claim | None:
-    """Inputs in their own units, where something follows from them: saturated or dead units, steps or losses too large.
-
-    Likely where that is so, the finding alone stands as a symptom. So is a loss that begins far above guessing and is
-    not finite soon.
-    """
-    finding = case.found("input_scale")
-    broken = case.found("nonfinite") if _breaks_by_scale(case) else None
-    after = broken or case.found("saturated", "dead_units", "initial_loss", "exploding", "vanishing", "update_large",
-                                 "diverging", "loss_spike", "init_imbalance", "zero_gradient")  # fmt: skip
-    rise = case.rise if case.rise is not None and case.rise[1] < case.began + _EARLY else None
-    if finding is None or (after is None and rise is None):
-        return None
-    follows = evidence_of(after) if after is not None else _risen(*rise) if rise is not None else ""
-    return Claim("input_scale", "likely", told_of(finding), (evidence_of(finding), follows), finding.since,
-                 finding.remedy,
-                 ("saturated", "dead_units", "initial_loss", "exploding", "vanishing", "update_large", "diverging",
-                  "loss_spike", "init_imbalance", "zero_gradient", "sparse_gradient", "learning_rate_too_high",
-                  *(("nonfinite",) if broken is not None else ())),
-                 ("lr=0.1x", "blind"))  # fmt: skip
 
 
 @cause
@@ -474,7 +408,7 @@ def _has_vanished(case: RunCase) -> bool:
     return last < 0.01 * first
 
 
-def _has_learned(case: RunCase, jump: float = 1.0) -> bool:
+def has_learned(case: RunCase, jump: float = 1.0) -> bool:
     """Whether the loss that was found first ends a fifth or more below its first value, and below guessing.
 
     After a ``jump`` to a hundred times its first value, and more, only below a third: that costs most of a run.
@@ -514,5 +448,6 @@ def _rate(case: RunCase) -> tuple[float | None, bool]:
     return case.lr.start, max(case.lr.values) > 1.5 * case.lr.start
 
 
-def _risen(name: str, since: int, lowest: float, last: float) -> str:
+def told_rise(name: str, since: int, lowest: float, last: float) -> str:
+    """A rise of a loss in words, as ``RunCase.rise`` has it."""
     return f"the loss {name!r} rose from {lowest:.4g}, where it was at step {since}, to {last:.4g}"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gaff.record import confirmed, jumps, unlearned  # noqa: F401  # their causes are registered by this
+from gaff.record import broken, confirmed, jumps, unlearned  # noqa: F401  # their causes are registered by this
 from gaff.record.causes import LEAST_GAIN, Claim, claims
 from gaff.record.curve import Curve
 from gaff.record.experiments import KINDS

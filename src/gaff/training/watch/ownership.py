@@ -59,6 +59,12 @@ def owned_by(optimizers: Iterable[Any]) -> set[int]:
     return {id(one) for optimizer in optimizers for _, one in parameters_of(optimizer)}
 
 
+def is_all_owned(models: Models, optimizers: Iterable[Any]) -> bool:
+    """Whether these optimizers have every parameter of the models that requires grad."""
+    roots = [root for model in models.all if (root := model.root()) is not None]
+    return {id(one) for root in roots for one in root.parameters() if one.requires_grad} <= owned_by(optimizers)
+
+
 def facts(
     models: Models, updates: Iterable[Update], optimizers: Iterable[Any], strays: Mapping[int, Stray]
 ) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from gaff.compat import compiler
 from gaff.engine.process.optimizer import is_told_to_skip
 from gaff.engine.process.training_loop import Outer, Told
-from gaff.training.watch import forks, incidents
+from gaff.training.watch import forks, incidents, ownership
 from gaff.training.watch.batches import StepBatches
 from gaff.training.watch.flight_recorder import FlightRecorder
 from gaff.training.watch.looks import Looks
@@ -378,7 +378,8 @@ def _tell_last(watcher: Watcher) -> None:
     """The run is over: tell of a schedule that has hardly begun and a load that has brought nothing back, and take
     back what later steps have refuted."""
     if watcher._steps.idle.was_wrong:
-        watcher.reporter.withdraw("never_stepped", "not_owned")
+        is_all = ownership.is_all_owned(watcher._models, watcher._steps.optimizers.counts)
+        watcher.reporter.withdraw("never_stepped", *(["not_owned"] if is_all else []))
     if (step := watcher._steps.written.self_loads.told()) is not None:
         watcher.reporter.add(incidents.of_rule("loads_itself", step), watcher.step)
     found = watcher._steps.schedules.unfinished(watcher.steps_made, watcher._steps.optimizers.counts)
