@@ -332,6 +332,40 @@ def falls_without_bound(case: RunCase) -> Claim | None:
 
 
 @cause
+def input_far_from_zero(case: RunCase) -> Claim | None:
+    """Inputs in their own units, where something follows from them: saturated or dead units, steps or losses too large.
+
+    Likely where that is so, the finding alone stands as a symptom. So is a loss that begins far above guessing and is
+    not finite soon.
+    """
+    finding = case.found("input_scale")
+    broken = case.found("nonfinite") if breaks_by_scale(case) else None
+    after = broken or case.found("saturated", "dead_units", "initial_loss", "exploding", "vanishing", "update_large",
+                                 "diverging", "loss_spike", "init_imbalance", "zero_gradient")  # fmt: skip
+    rise = case.rise if case.rise is not None and case.rise[1] < case.began + _EARLY else None
+    if finding is None or (after is None and rise is None):
+        return None
+    follows = evidence_of(after) if after is not None else told_rise(*rise) if rise is not None else ""
+    return Claim("input_scale", "likely", told_of(finding), (evidence_of(finding), follows), finding.since,
+                 finding.remedy,
+                 ("saturated", "dead_units", "initial_loss", "exploding", "vanishing", "update_large", "diverging",
+                  "loss_spike", "init_imbalance", "zero_gradient", "sparse_gradient", "learning_rate_too_high",
+                  *(("nonfinite",) if broken is not None else ())),
+                 ("lr=0.1x", "blind"))  # fmt: skip
+
+
+def breaks_by_scale(case: RunCase) -> bool:
+    """Whether a loss begins far above guessing and is not finite soon, by numbers that overflow as far as is known."""
+    finding = case.found("nonfinite")
+    return finding is not None and case.begins_far_above and finding.since <= case.began + _EARLY and overflows(finding)
+
+
+def overflows(finding: Finding) -> bool:
+    """Whether what was first not finite is no op's doing, or that of one whose numbers overflow, as far as is known."""
+    return "op" not in finding.evidence or "overflow" in finding.cause
+
+
+@cause
 def input_is_lost(case: RunCase) -> Claim | None:
     """A model that returns the same for every example from its first steps on, and nothing has broken it before."""
     finding = case.found("input_constant") or _lost_at_once(case) or case.found("output_constant")
