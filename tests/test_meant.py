@@ -339,3 +339,17 @@ def test_outputs_that_are_marked_as_missing(tmp_path, is_meant):
     told, _ = told_of(tmp_path, model, torch.optim.Adam(model.parameters(), 3e-2), loss_of)
     assert (told.state, told.name) == ("suspicious" if is_meant else "wrong", "nonfinite")
     assert ("may be left out on purpose" in told.cause) is is_meant
+
+
+def test_what_is_marked_as_missing_hides_no_other_fault(tmp_path):
+    torch.manual_seed(0)
+    model, truth = Filled(), torch.randn(8, 4)
+    first = nn.Linear(8, 8)
+    model.body = nn.Sequential(first, nn.Tanh(), model.body)
+
+    def loss_of(step):
+        x, is_there = torch.randn(32, 8), torch.rand(32, 4) < 0.7
+        return (model(x, is_there) - x @ truth).square()[is_there].mean()
+
+    told, rules = told_of(tmp_path, model, torch.optim.Adam(model.body[2].parameters(), 3e-2), loss_of)
+    assert rules >= {"nonfinite", "not_owned"}, told

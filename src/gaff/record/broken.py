@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gaff.record.causes import Claim, breaks_by_scale, cause, has_learned, overflows
-from gaff.record.finding import Finding, origin_of, told_of
+from gaff.record.finding import Finding, is_of_output, origin_of, told_of
 from gaff.record.run_case import RunCase
 
 
@@ -33,6 +33,5 @@ def _is_outside(finding: Finding | None) -> bool:
 
 def _is_left_out(finding: Finding, case: RunCase) -> bool:
     """Whether outputs alone were not finite, while all losses were, and have fallen."""
-    is_of_output = finding.site.rpartition(":")[2] not in ("grad", "param", "update", "grad_output", "grad_input")
     is_finite = all(curve.nonfinite_since is None for curve in case.losses.values())
-    return bool(finding.site) and is_of_output and is_finite and has_learned(case)
+    return is_of_output(finding.site) and is_finite and has_learned(case)

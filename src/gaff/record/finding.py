@@ -6,6 +6,7 @@ several processes. They are written into the log as events, and read back by ``R
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -113,6 +114,11 @@ def origin_of(finding: Finding) -> tuple[str, ...]:
         return (evidence_of(finding),)
     lines = [f"{known['line']}: {known['code']}"] if known.get("line") and known.get("code") else []
     return (*lines, finding.cause, *map(str, known.get("inputs", ())), *(str(one) for one in known.get("notes", ())))
+
+
+def is_of_output(site: str) -> bool:
+    """Whether a site is of a value of the forward: no gradient, no parameter, no update of one, and not the run."""
+    return bool(site) and not re.search(r":(grad|param|update|grad_output|grad_input|outer_grad)(\[|$)", site)
 
 
 def is_of_all(finding: Finding, least: int) -> bool:

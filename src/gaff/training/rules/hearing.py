@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gaff.record.finding import Finding
+from gaff.record.finding import Finding, is_of_output
 from gaff.record.sample import Key, Sample
 from gaff.training.rules.registry import LEAST_TARGETS, Activity, Hit, Past, Rule
 
@@ -42,9 +42,10 @@ class Track:
 class Hearing:
     """What is known of one training of a run, from its first look on; most runs have one.
 
-    ``past``: what its looks have told, for rules that compare; ``models``: those that were looked at in it. After
-    something non-finite (``is_nonfinite``) looks are not counted any more, so that shares of what held before stay what
-    they were. Used on the one thread that judges.
+    ``past``: what its looks have told, for rules that compare; ``models``: those that were looked at in it. While
+    something is not finite that all else follows from (``is_nonfinite``) looks are not counted, so that shares of what
+    held before stay what they were; a training step all of whose losses are finite ends that. Used on the one thread
+    that judges.
     """
 
     def __init__(self, rules: Sequence[Rule], began: int = 0) -> None:
@@ -52,6 +53,7 @@ class Hearing:
         self.past = Past()
         self.began = began
         self.is_nonfinite = False
+        self._is_loss_finite = False  # in the latest look at training
         self.looks = {"train": 0, "eval": 0}
         self.models: set[str] = set()
         self._rules = {one.name: one for one in rules}
@@ -74,6 +76,9 @@ class Hearing:
         """Take in one look, before rules are asked about it."""
         sample.age = sample.step - self.began
         self._remember(sample)
+        if sample.phase == "train":
+            self._is_loss_finite = bool(sample.losses) and all(map(math.isfinite, sample.losses.values()))
+            self.is_nonfinite &= not self._is_loss_finite
         if not self.is_nonfinite:  # what held when that came holds still
             self.looks[sample.phase] += 1
             self._step = sample.step
@@ -83,11 +88,17 @@ class Hearing:
         if sample.phase == "train":
             self._remember_norms(sample)
 
+    def meet_nonfinite(self, site: str) -> None:
+        """Something is not finite at this site, which all else follows from; but outputs alone, where the losses are
+        finite, are left out of them."""
+        self.is_nonfinite |= not (self._is_loss_finite and is_of_output(site))
+
     def note(self, one: Rule, hit: Hit, sample: Sample) -> None:
         """Count one hit in the track of its rule and place."""
         looks = self.looks[one.phase]
         track = self._tracks.get((one.name, hit.key))
-        self.is_nonfinite |= one.name == "nonfinite"
+        if one.name == "nonfinite":
+            self.meet_nonfinite(hit.key[1])
         if track is None:
             self._tracks[one.name, hit.key] = Track(
                 1, looks - 1, sample.step, sample.step, looks, hit.evidence, hit.message

@@ -34,8 +34,8 @@ class Judge:
 
     Made for one run, which may have several trainings, one after the other: what rules compare with, and what a hit
     must be a share of, is counted for each of them anew. Not thread-safe: looks come from the one thread that writes
-    the record, and whoever asks for findings waits until that has nothing left to do. After something non-finite only
-    the rule for that is asked in the same training, since all others would follow from it.
+    the record, and whoever asks for findings waits until that has nothing left to do. While something is not finite,
+    only the rule for that is asked in the same training, since all others would follow from it.
     """
 
     def __init__(
@@ -97,7 +97,8 @@ class Judge:
         spikes that follow one another closely are told by the first, which the others come from. It is certain at once:
         ``alarm`` need not wait for further looks.
         """
-        self._now.is_nonfinite |= finding.rule == "nonfinite"
+        if finding.rule == "nonfinite":
+            self._now.meet_nonfinite(finding.site)
         known = next((one for one in self._direct if (one.rule, one.site) == (finding.rule, finding.site)), None)
         if known is not None and finding.rule == "loss_spike" and finding.since - known.last <= _ONE_EVENT:
             finding = replace(known, last=finding.last)
