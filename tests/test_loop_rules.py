@@ -284,6 +284,26 @@ def test_targets_that_are_not_shifted_are_told_under_dropout(tmp_path, way):
     assert ("targets_are_inputs" in told(tmp_path, train)[0]) is (way != "shifted")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_decoder_that_is_given_its_own_targets_is_told(tmp_path, is_given):
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    def train():
+        sizes = {"vocab_size": 24, "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 1, "num_heads": 2}
+        model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+        optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
+        for _ in range(60):
+            source = torch.randint(2, 24, (32, 12))
+            targets = source.flip(1)[:, :8].contiguous()
+            more = {"decoder_input_ids": targets} if is_given else {}
+            model(input_ids=source, labels=targets, **more).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert ("targets_are_inputs" in told(tmp_path, train)[0]) is is_given
+
+
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_attention_by_hand_that_sees_the_next_token_is_told_also_beside_dropout(tmp_path, is_causal):
     found, record = told(tmp_path, lambda: read(ByHand(is_causal=is_causal), 1))

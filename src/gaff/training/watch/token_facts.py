@@ -80,8 +80,10 @@ class TokenFacts:
         Or the one after the next, in all such losses: a model may have one for each of several tokens to come.
         Sequences lie along either of the two dimensions; what is negative is ignored by losses, and left out.
         """
-        fitting = [one for one in self._given if target.numel() == one.numel()]
-        fitting = fitting or [one for one in self._given if target.numel() == one.numel() - len(one)]
+        given = {one.data_ptr(): one for one in self._given}  # labels that a model is given may be its tokens themselves
+        fitting = [one for one in given.values() if target.numel() == one.numel()]
+        fitting = [one for one in fitting if one.data_ptr() != target.data_ptr()] or fitting
+        fitting = fitting or [one for one in given.values() if target.numel() == one.numel() - len(one)]
         if len(fitting) == 1 and fitting[0] is not self._tokens:
             self._tokens, self._compared = fitting[0], {}
         tokens = self._tokens
