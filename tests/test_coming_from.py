@@ -150,6 +150,9 @@ def test_transformer_lens_names_and_shapes():
     assert cache.accumulated_resid(incl_mid=True).shape == (5, 2, 7, 32)
     assert torch.equal(cache.accumulated_resid(1)[-1], cache["resid_pre", 1])
     assert len(run_with_cache(model, ids, names_filter=lambda name: name.endswith("resid_pre"))[1]) == 2
+    first = run_with_cache(model, ids, names_filter=lambda name: name.startswith("blocks.0."))[1]
+    with pytest.raises(SiteError, match=r"'blocks.1.hook_resid_post' is not in the cache"):
+        first["resid_post", -1]
     one = run_with_cache(model, ids[:1], names_filter="hook_embed", remove_batch_dim=True)[1]
     assert one["hook_embed"].shape == (7, 32)
     assert ("resid_pre", 1) in cache
@@ -443,3 +446,29 @@ def test_a_layer_for_captum_may_be_a_module_and_has_the_mode_of_the_model():
             PlanError, match="was given: expected one address such as 'layer4.1', or a module of the model"
         ):
             at(model, wrong)
+
+
+class Repeated(nn.Module):
+    """Calls what it holds in another order than that of its layers, and the block at the end twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return self.block(self.block(x))
+
+
+def test_a_node_of_a_block_is_its_last_call_as_it_is_there():
+    model, x = Repeated(), torch.randn(2, 4)
+    found = create_feature_extractor(model, ["layers", "block", "block.0"])(x)
+    inner = model.layers[0](model.layers[1](model.layers[2](x)))
+    assert torch.equal(found["layers"], inner)
+    assert torch.equal(found["block.0"], model.block[0](inner))
+    assert torch.equal(found["block"], model.block(model.block(inner)))
+    model.unused = nn.ModuleList([nn.Linear(4, 4)])
+    with pytest.raises(SiteError, match="no node 'unused': nothing at 'unused' was called in the run"):
+        create_feature_extractor(model, ["unused"])(x)

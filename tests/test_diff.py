@@ -1231,3 +1231,26 @@ def test_one_token_of_two_thousand_is_another_input(dtype):
     other[0, 7] += 1
     assert "they were given different inputs" in str(gaff.diff(gaff.trace(model, ids), gaff.trace(model, other)))
     assert not gaff.diff(gaff.trace(model, ids), gaff.trace(model, ids.int()))  # the same numbers
+
+
+class Crossed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.queries, self.keys = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        return self.queries(x) @ self.keys(y).T
+
+
+def test_keywords_in_another_order_are_the_same_input():
+    model, x, y = Crossed(), torch.randn(2, 4), torch.randn(3, 4)
+    known = gaff.trace(model, x=x, y=y)
+    for other in (gaff.trace(model, y=y, x=x), gaff.trace(model, x, y), gaff.trace(model, x, y=y)):
+        assert not gaff.diff(known, other)
+    assert gaff.diff(known, gaff.trace(model, x=y, y=x))
+
+
+def test_the_same_numbers_in_another_shape_are_another_input():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Softmax(0), nn.Flatten(0)), torch.randn(2, 6, 4)
+    found = gaff.diff(gaff.trace(model, x), gaff.trace(model, x.view(3, 4, 4)))
+    assert "they were given different inputs: shape 2x6x4 against 3x4x4" in found.verdict

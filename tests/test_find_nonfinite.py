@@ -3,6 +3,7 @@
 import contextlib
 import math
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -500,3 +501,13 @@ def test_under_anomaly_mode_a_nan_of_a_backward_pass_is_told_as_well(place):
         if place == "around":
             with pytest.raises(RuntimeError, match="returned nan values"), gaff.guard(model):
                 step()  # torch's own check is back, and a guard leaves it alone
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(("act", "value"), [(nn.Dropout, 3e38), (partial(nn.LeakyReLU, 1e10), -1e30)])
+def test_an_op_that_overwrites_its_input_is_told_by_what_that_was(act, value, inplace):
+    torch.manual_seed(0)
+    act, weight = act(inplace=inplace), torch.ones(8, requires_grad=True)
+    report = gaff.find_nonfinite(lambda: (weight * act(torch.full((8,), value))).sum().backward())
+    assert "overflow" in report.cause
+    assert (report.inputs[0].min, report.inputs[0].max) == pytest.approx((value, value))

@@ -549,3 +549,34 @@ def test_ops_under_a_device_are_at_the_line_of_the_model():
     rows = gaff.sites(Runs(forward), torch.randn(2), ops=True)
     assert "_device.py" not in str(rows)
     assert "test_op_corners.py" in str(rows)
+
+
+class Overwriting(nn.Module):
+    """Writes into what a layer has made, and into a tensor given as ``out``; names of functions do not tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.5, inplace=True)
+
+    def forward(self, x):
+        first, second, third = self.layer(x), self.layer(x) * 2, torch.zeros(2, 4)
+        F.relu(first, True)
+        self.drop(second)
+        with torch.no_grad():
+            torch.mul(x, 3, out=third)
+        return first.sin() + second.cos() + third.tan()
+
+
+def test_who_has_written_into_a_tensor_has_made_what_it_holds():
+    sites = gaff.sites(Overwriting(), torch.randn(2, 4), ops=True)
+    rows = {row.site: row for row in sites.rows if hasattr(row, "inputs")}
+    made = [maker for name in ("sin", "cos", "tan") for _, maker in rows[f"/{name}#0"].inputs]
+    assert made == ["/relu#0", "drop", "/mul#1"]
+
+
+def test_what_a_function_writes_by_its_position_is_edited_as_its_copy_is():
+    model, x = Overwriting().eval(), torch.randn(2, 4)
+    with gaff.edit(model, {"drop/dropout#0": gaff.edits.scale(0.0), "/relu#0": gaff.edits.scale(2.0)}):
+        got = model(x)
+    first = model.layer(x).relu() * 2
+    assert torch.equal(got, first.sin() + 1 + (x * 3).tan())

@@ -106,13 +106,17 @@ class Producers:
         self._order += 1
         self._known[id(tensor)] = weakref.ref(tensor), name, self._order
 
-    def note_all(self, value: Any, site: Site, given: Any = ()) -> None:
+    def note_op(self, call: OpCall, output: Any) -> None:
+        """Note an op as the maker of what it returned, but for what it was given and returns as it is."""
+        site, given = Site(call.site.path, call.site.op, call.site.op_index), (call.args, call.kwargs)
+        self.note_all(output, site, () if call.writes else given, is_write=call.writes)
+
+    def note_all(self, value: Any, site: Site, given: Any = (), *, is_write: bool = False) -> None:
         """Note ``site`` as the maker of all tensors in ``value``; those inside a structure get their keys.
 
-        Not of those that an op was ``given``, and returns as they are: others go on with them, too.
+        Not of those in ``given``: others go on with them, too.
         """
-        is_write = site.op is not None and (site.op.endswith("_") or site.op == "setitem")
-        passed = () if is_write else {id(tensor) for _, tensor in iter_tensors(given) if self._named(tensor)}
+        passed = {id(tensor) for _, tensor in iter_tensors(given) if self._named(tensor)}
         for key, tensor in iter_tensors(value):
             if id(tensor) in passed:
                 continue
@@ -196,9 +200,7 @@ class OpLog:
         notes.dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         notes.weights = _weights_of(call) if call.site.op in ATTENTIONS else None
         notes.is_complete = True
-        self.producers.note_all(
-            output, Site(call.site.path, call.site.op, call.site.op_index), (call.args, call.kwargs)
-        )
+        self.producers.note_op(call, output)
         return notes
 
     def done(self) -> list[OpNotes]:

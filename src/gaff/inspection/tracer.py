@@ -38,6 +38,7 @@ from gaff.inspection.call_log import (
     fingerprint_of,
     statistics_of,
 )
+from gaff.inspection.keywords import in_order
 from gaff.inspection.op_log import place_of, place_text
 from gaff.inspection.pictures import Album, are_probabilities, attention_of
 from gaff.inspection.sketches import digests_of_some
@@ -174,7 +175,7 @@ def _taps(
     taps: list[Tap | CallTap | OpTap] = []
     for found in called_modules(model):
         path, module, chain = found.site.path, found.module, found.chain
-        taps.append(CallTap(found, _enter(log, found.site, type(module).__name__), _leave(log)))
+        taps.append(CallTap(found, _enter(log, found.site, module), _leave(log)))
         for port in ("grad_output", "grad_input") if parameters is not None else ():
             log_gradient = GradientLog(log, found.site, port)
             taps.append(Tap(Found(Site(path, port=port), module, chain), log_gradient, is_exact=False))
@@ -191,11 +192,12 @@ def _taps(
     return taps
 
 
-def _enter(log: CallLog, site: Site, cls: str) -> Callable[[Any, Any, int], None]:
+def _enter(log: CallLog, site: Site, module: nn.Module) -> Callable[[Any, Any, int], None]:
     """The tap for when the module at ``site`` is called: its notes go along with the call in progress."""
 
     def enter(given: Arguments, run: Any, call: int) -> None:
-        run.frames[-1].notes[log] = log.enter(site, cls, given, run, call)
+        given = given if log.calls else in_order(module, given)
+        run.frames[-1].notes[log] = log.enter(site, type(module).__name__, given, run, call)
 
     return enter
 

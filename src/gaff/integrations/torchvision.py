@@ -22,6 +22,8 @@ from gaff.errors import PlanError, SiteError
 from gaff.harvesting.mode import in_mode
 from gaff.inspection.op_log import OpRow
 from gaff.inspection.sites import list_sites
+from gaff.inspection.tracer import trace_run
+from gaff.record.trace_rows import CallRow
 from gaff.sessions.take import take
 
 _TRACING = ("tracer_kwargs", "suppress_diff_warning", "concrete_args")
@@ -37,13 +39,13 @@ class FeatureExtractor(nn.Module):
         modules = {path: module for path, module, _ in iter_modules(model)}
         self._addresses = {node: _address_of(modules, node) for node in nodes}
         self.training = model.training
-        self._ops: dict[bool, dict[str, str]] = {}  # by mode, addresses of functional calls, which a run tells
+        self._of_runs: dict[bool, dict[str, str]] = {}  # by mode, addresses that a run tells
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run the model no further than it has to; features keep their autograd graph.
 
-        The first call in each mode runs the model once more where functional calls are asked for, or a module has the
-        name of a function. Raises SiteError for a name by which torchvision may mean another one.
+        The first call in each mode runs the model once more for what a run tells: which functional calls there are, and
+        which call of a block is its last. Raises SiteError for a name by which torchvision may mean another one.
         """
         addresses = self._told(args, kwargs)
         found = take(self.model, tuple(dict.fromkeys(addresses.values())), {})(*args, **kwargs)
@@ -51,18 +53,20 @@ class FeatureExtractor(nn.Module):
 
     def _told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
         """The address of each node."""
-        modules = {node: one for node, one in self._addresses.items() if isinstance(one, str)}
-        calls = {node: one for node, one in self._addresses.items() if not isinstance(one, str)}
-        known = self._ops.get(self.model.training)
-        doubtful = [node for node in modules if _may_be_function(node)]
-        if (calls or doubtful) and known is None:
-            rows = [row for row in list_sites(self.model, args, kwargs, ops=True).rows if isinstance(row, OpRow)]
+        known = self._of_runs.get(self.model.training)
+        if known is None:
+            ops = {node: one for node, one in self._addresses.items() if isinstance(one, FunctionalCall)}
+            blocks = {node: one for node, one in self._addresses.items() if isinstance(one, LastCall)}
+            doubtful = [node for node in self._addresses if node not in ops and _may_be_function(node)]
+            rows = list_sites(self.model, args, kwargs, ops=True).rows if ops or doubtful else ()
+            made = [row for row in rows if isinstance(row, OpRow)]
             for node in doubtful:
-                _need_no_function(node, rows)
-            known = self._ops[self.model.training] = {
-                node: _op_address(node, call, rows) for node, call in calls.items()
-            }
-        return {**modules, **(known or {})}
+                _need_no_function(node, made)
+            calls = trace_run(self.model, args, kwargs, None, has_flops=False).rows if blocks else ()
+            known = {node: _op_address(node, call, made) for node, call in ops.items()}
+            known |= {node: _last_call(node, one.path, calls) for node, one in blocks.items()}
+            self._of_runs[self.model.training] = known
+        return {node: known[node] if node in known else str(one) for node, one in self._addresses.items()}
 
 
 def create_feature_extractor(
@@ -104,14 +108,21 @@ class FunctionalCall(NamedTuple):
     number: int
 
 
-def _address_of(modules: Mapping[str, nn.Module], node: str) -> str | FunctionalCall:
-    """The address of a node of torchvision's, or which functional call it means. Raises SiteError for none."""
+class LastCall(NamedTuple):
+    """The last call of the module at ``path``, into which torchvision looks; of a container, of what is in it."""
+
+    path: str
+
+
+def _address_of(modules: Mapping[str, nn.Module], node: str) -> str | FunctionalCall | LastCall:
+    """The address of a node of torchvision's, or which call it means, as a run tells. Raises SiteError for none."""
     if "/" in node or ":" in node or "@" in node:
         return node  # an address already
     base, number = _numbered(node)
-    for path, call in ((node, 0), (base, number)):
-        if path in modules:
-            return str(Site(_last_inside(modules, path), call=call))
+    if node in modules:
+        return str(Site(node, call=0)) if _is_leaf(modules[node]) else LastCall(node)
+    if base in modules:
+        return str(Site(base, call=number))
     path, _, op = base.rpartition(".")
     if path and path not in modules:
         near = ", ".join(nearest(node, list(modules))) or "none"
@@ -153,12 +164,29 @@ def _need_no_function(node: str, rows: Sequence[OpRow]) -> None:
                         f"of this name, too: expected {node}:output, or {inside[0]}")  # fmt: skip
 
 
-def _last_inside(modules: Mapping[str, nn.Module], path: str) -> str:
-    """The module itself; of a container that is not called, and of a Sequential, the last that is called in it."""
-    inside = list(modules[path]._modules)
-    if inside and is_container(modules[path]):
-        return _last_inside(modules, f"{path}.{inside[-1]}")
-    return path
+def _is_leaf(module: nn.Module) -> bool:
+    """Whether torchvision does not look into a module: torch's own, but for a Sequential, and what is never called."""
+    is_torchs = type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
+    return is_torchs and not isinstance(module, nn.Sequential) and not is_container(module)
+
+
+def _last_call(node: str, path: str, calls: Sequence[CallRow]) -> str:
+    """The address of the last call of a module, or in a container. Raises SiteError where there was none.
+
+    What a called one has inside is not looked at: its end is that of what it returns.
+    """
+    called = {row.path for row in calls}
+    names = path.split(".")
+
+    def is_wanted(row: CallRow) -> bool:
+        inner = row.path.split(".")
+        around = (".".join(inner[:count]) for count in range(len(names), len(inner)))
+        return inner[: len(names)] == names and called.isdisjoint(around)
+
+    last = next((row for row in reversed(calls) if is_wanted(row)), None)
+    if last is None:
+        raise SiteError(f"no node {node!r}: nothing at {path!r} was called in the run")
+    return str(Site(last.path, call=last.call))
 
 
 def _numbered(node: str) -> tuple[str, int]:

@@ -120,8 +120,9 @@ class ActivationCache(Mapping[str, Tensor]):
     Queries, keys, values and z are ``[batch, position, head, width]``; patterns ``[batch, head, query, key]``.
     """
 
-    def __init__(self, values: dict[str, Tensor]) -> None:
+    def __init__(self, values: dict[str, Tensor], layers: int) -> None:
         self._values = values
+        self.layers = layers  # how many blocks the model has, kept or not
 
     def __getitem__(self, name: str | tuple[Any, ...]) -> Tensor:
         full = self._full(name)
@@ -151,11 +152,6 @@ class ActivationCache(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._values)
-
-    @property
-    def layers(self) -> int:
-        """How many blocks there are."""
-        return 1 + max((int(found[1]) for one in self._values if (found := _BLOCK.fullmatch(one))), default=-1)
 
     def stack_activation(self, name: str, layer: int = -1) -> Tensor:
         """One activation of all blocks before ``layer`` (-1: of all), as ``[layer, ...]``."""
@@ -231,7 +227,8 @@ def run_with_cache(
         if any(len(value) != 1 for value in values.values()):
             raise PlanError("remove_batch_dim=True is for a batch of one: expected one, or False")
         values = {hook: value[0] for hook, value in values.items()}
-    return output, ActivationCache(values)
+    layers = 1 + max((int(found[1]) for one in known if (found := _BLOCK.fullmatch(one))), default=-1)
+    return output, ActivationCache(values, layers)
 
 
 def run_with_hooks(

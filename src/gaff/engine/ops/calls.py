@@ -21,7 +21,7 @@ from gaff.compat.memory import Mark
 from gaff.engine.clock import Clock, Frame, Run, end_call
 from gaff.engine.crossing import Crossing
 from gaff.engine.node import Node
-from gaff.engine.ops.names import find_place, is_torchs
+from gaff.engine.ops.names import find_place, is_in_place
 from gaff.errors import PlanError
 
 MOVED = "another line of the code ran as this op in a later call: which op has which number depends on the path taken"
@@ -40,6 +40,12 @@ class OpCall(NamedTuple):
     kwargs: dict[str, Any]
     place: FrameType
     run: Run | None  # None in a recomputation
+
+    @property
+    def writes(self) -> bool:
+        """Whether the op writes into a tensor that it is given: its first argument, or ``out``."""
+        is_in = is_in_place(self.site.op or "", self.func, self.args, self.kwargs)
+        return is_in or self.kwargs.get("out") is not None
 
 
 class CallShare:
@@ -202,9 +208,8 @@ class Written:
 
     def __init__(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.is_reshaped = name in _RESHAPING
-        writes = (name.endswith("_") or name == "setitem" or bool(kwargs.get("inplace"))) and is_torchs(func)
         self.key: int | str = 0 if args else "self" if "self" in kwargs else "input"
-        found = self.of(args, kwargs) if writes else None
+        found = self.of(args, kwargs) if is_in_place(name, func, args, kwargs) else None
         self.target = found if isinstance(found, Tensor) else None
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

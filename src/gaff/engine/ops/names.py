@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -39,6 +39,19 @@ def is_torchs(func: Any) -> bool:
     if module.startswith("torch._ops."):
         return module in ("torch._ops.aten", "torch._ops.prims")
     return module == "torch" or module.startswith("torch.")
+
+
+def is_in_place(name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op writes into its first argument: ``add_``, ``x[0] = y``, ``relu(x, inplace=True)``.
+
+    Of one that is not torch's own the name tells nothing.
+    """
+    if not is_torchs(func):
+        return False
+    code = getattr(func, "__code__", None)  # a Python function may be given ``inplace`` by its position
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    at = names.index("inplace") if "inplace" in names else len(args)
+    return name.endswith("_") or name == "setitem" or bool(args[at] if at < len(args) else kwargs.get("inplace"))
 
 
 COMPOSITES = ("multi_head_attention_forward",)

@@ -225,10 +225,10 @@ def _input(a: Trace, b: Trace, tolerance: float | None) -> DiffRow:
     shapes = [", ".join(row.input for row in trace.rows[:1]) for trace in (a, b)]
     marks = [trace.given for trace in (a, b) if trace.given.types or trace.given.whole]
     allowed = allowance(tolerance, Drift(), *(marks if len(marks) == 2 else (*a.rows[:1], *b.rows[:1])))
-    if a.given.is_same_as(b.given):
-        return DiffRow(*place, "same", 0.0, allowed)
     if shapes[0] != shapes[1]:
         return DiffRow(*place, "parted", math.inf, allowed, "shape", shapes[0], shapes[1])
+    if a.given.is_same_as(b.given):
+        return DiffRow(*place, "same", 0.0, allowed)
     delta = max(sketched(a.given, b.given), LITTLE)
     return DiffRow(*place, state_of(delta, allowed), delta, allowed, "elements")
 

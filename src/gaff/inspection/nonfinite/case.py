@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gaff.address.nested import iter_tensors, map_tensors
+from gaff.engine.ops.names import is_in_place
 from gaff.inspection.nonfinite.ranges import can_hold, plain, range_of
 from gaff.inspection.nonfinite.report import Range
 
@@ -31,6 +32,12 @@ class Case:
     output: Range
 
     @property
+    def is_written(self) -> bool:
+        """Whether the op has written into one of its arguments, which is not what it was any more."""
+        is_in = is_in_place(self.op, self.func, self.args, self.kwargs)
+        return is_in or self.kwargs.get("out") is not None
+
+    @property
     def first(self) -> Range | None:
         """The range of the first tensor that came in."""
         return self.ranges[0] if self.ranges else None
@@ -48,7 +55,7 @@ class Case:
 
 def in_float64(case: Case) -> list[Tensor] | None:
     """What the op returns when it is run again in float64; None where it cannot be, or would write to the user's."""
-    if case.op.endswith("_") or "out" in case.kwargs:
+    if case.is_written:
         return None
     try:
         with _same_draws(case):

@@ -81,7 +81,7 @@ def _pow(case: Case) -> str:
         lowest = float(base)
     if is_number:
         is_root = lowest < 0 and float(exponent) != int(exponent)
-    elif not case.op.endswith("_"):
+    elif not case.is_written:
         base = torch.as_tensor(base, device=exponent.device)
         zeros = int(((base == 0) & (exponent < 0)).sum())
         is_root = bool(((base < 0) & (exponent != exponent.round())).any())
@@ -283,7 +283,7 @@ def _gamma(case: Case) -> str:
     """The gamma function's logarithm and its derivatives have poles at 0 and at the negative integers."""
     x = case.ranges[-1] if case.ranges else None
     value = case.args[-1] if case.args else None
-    is_kept = isinstance(value, Tensor) and not case.op.endswith("_")
+    is_kept = isinstance(value, Tensor) and not case.is_written
     if x is None or x.min is None or x.min > 0:
         return ""
     if is_kept and not _count(value, lambda one: (one <= 0) & (one == one.round())):
@@ -349,7 +349,7 @@ def _zero_meets_infinity(case: Case) -> bool:
     """Whether a 0 of one factor is multiplied with an infinite element of the other, told by the op on 0s and 1s."""
     factors = [one for _, one in iter_tensors((case.args, case.kwargs))][:2]
     text = [one for one in case.args[:1] if isinstance(one, str)]  # of einsum
-    if len(factors) < 2 or case.op.endswith("_") or any(one.is_sparse or one.is_nested for one in factors):
+    if len(factors) < 2 or case.is_written or any(one.is_sparse or one.is_nested for one in factors):
         return any(one.zeros for one in case.ranges)
     zeros, infinite = [(one == 0).double() for one in factors], [one.isinf().double() for one in factors]
     try:

@@ -246,8 +246,7 @@ class Examination:
         given = [tensor for _, tensor in iter_tensors((call.args, call.kwargs)) if can_hold(tensor)]
         self._state.meet_all(call, given)
         came = [(tensor, self._look(tensor)) for tensor in given]
-        writes = (call.site.op or "").endswith("_") or call.site.op == "setitem" or "out" in call.kwargs
-        ranges = ranges_of(given, self._producers) if writes or is_steep(call.site.op or "", call.args) else None
+        ranges = ranges_of(given, self._producers) if call.writes or is_steep(call.site.op or "", call.args) else None
         if is_scaling(call):
             self._trail.note_scale(call)
         self._trail.nodes.follow(given, Ran(Site(call.site.path), users_place(call.place), ()))
@@ -282,9 +281,7 @@ class Examination:
         self._now.latest = ran.made
         if not call.site.path:
             self._now.outside = ran.made if ran.made is None or not ran.made.is_meant else None
-        self._producers.note_all(
-            output, Site(call.site.path, call.site.op, call.site.op_index), (call.args, call.kwargs)
-        )
+        self._producers.note_op(call, output)
         self._trail.nodes.follow(tensors, ran)
 
     def _judge_written(self, begun: Begun, tensor: Any) -> None:

@@ -80,7 +80,9 @@ class TokenFacts:
         Or the one after the next, in all such losses: a model may have one for each of several tokens to come.
         Sequences lie along either of the two dimensions; what is negative is ignored by losses, and left out.
         """
-        given = {one.data_ptr(): one for one in self._given}  # labels that a model is given may be its tokens themselves
+        given = {
+            one.data_ptr(): one for one in self._given
+        }  # labels that a model is given may be its tokens themselves
         fitting = [one for one in given.values() if target.numel() == one.numel()]
         fitting = [one for one in fitting if one.data_ptr() != target.data_ptr()] or fitting
         fitting = fitting or [one for one in given.values() if target.numel() == one.numel() - len(one)]
