@@ -777,6 +777,16 @@ def test_an_edit_inside_a_parametrisation_is_refused_where_torch_keeps_what_that
         model(torch.ones(2, 4))
 
 
+def test_a_gradient_inside_a_parametrisation_is_edited_though_torch_keeps_what_that_makes():
+    model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    leaf = model[0].parametrizations.weight.original1
+    model(torch.ones(2, 4)).sum().backward()
+    truth, leaf.grad = leaf.grad, None
+    with gaff.edit(model, {"0.parametrizations.weight.original1:grad": edits.scale(0.5)}), parametrize.cached():
+        model(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(leaf.grad, truth * 0.5)
+
+
 def test_switches_take_a_module_and_a_predicate():
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(2, 3)
     with torch.no_grad(), gaff.edit(model, {model[0]: edits.zero(), "1": edits.scale(2.0)}) as changed:

@@ -105,7 +105,7 @@ class Editing(Unopened):
         except BaseException:
             self._session.close()
             raise
-        if any("parametrizations" in stream.site.path for stream in self._streams):
+        if any(map(_is_kept_by_torch, self._streams)):
             self._session.clock.at_begin.insert(0, _need_no_cache)  # before parameters stand in
         replaced = Whereabouts(None, self._taps, self._streams[: len(self._taps)]).replaced
         self._session.clock.at_begin.append(lambda run: self._replaced.update(replaced()))
@@ -369,6 +369,11 @@ def _need_no_tuple(module: nn.Module, site: Site) -> None:
             f"of the module's arguments that returns as many values, such as edits.skip(lambda {first}, *args, "
             f"**kwargs: ({first}, None)); or, so that it adds nothing, edits.zero() at its output [0]"
         )
+
+
+def _is_kept_by_torch(stream: EditedSite) -> bool:
+    """Whether the site is inside a parametrisation; but a gradient of its parameter makes nothing that is kept."""
+    return "parametrizations" in stream.site.path.split(".") and stream.site.port != "grad"
 
 
 def _need_no_cache(run: Any) -> None:

@@ -20,6 +20,7 @@ from gaff.engine.gradients.reach import PassGraph
 from gaff.engine.gradients.tensor_hooks import on_base
 from gaff.engine.streams import Stream
 
+_LAST = 16  # calls of older tensors that are over, and waited for all the same (chosen)
 STALE = "it is a view that was changed in place later: torch tells a part of its gradient, or nothing"
 
 
@@ -105,7 +106,7 @@ class Armed:
         return self.is_dead() or (self.life is not None and self.life() is None)
 
     def let_go(self, *, is_shared: bool) -> None:
-        """Listen no more; ``is_shared``: the hook is that of a chain of edits, and stays for the others."""
+        """Listen no more; ``is_shared``: the hook is that of a chain of edits, which has others."""
         if not is_shared:
             self.remove()
         self.handle = None
@@ -223,8 +224,11 @@ class Meetings:
 
     What one run alone met is that run's. Where several did, each has a hook of its own on it, and all of them fire;
     which run's pass it is, is known by then: a gradient of what the call made of the tensor has come by before
-    (``Gradients.mark``). One pass over several runs sums their gradients before the tensor hears of them; that total is
-    told to each of these runs.
+    (``Gradients.mark``). Of a pass that has come by none of that the nodes tell which hand the tensor its gradient. One
+    pass over several runs sums their gradients before the tensor hears of them; that total is told to each of these.
+
+    Of what is over the last calls are kept (``_LAST``), and of runs that none of them is of the end of what they made,
+    by thread (``_forgotten``): nodes before it may be theirs.
     """
 
     def __init__(self, tensor: Tensor, ended: EndedGraphs) -> None:
@@ -235,30 +239,37 @@ class Meetings:
         self._prune_at = 1
         self._kind = "leaf" if tensor.is_leaf else "tensor"
         self._position = tensor.output_nr
-        self._marked = (-1, 0, False)  # the pass that was asked about last, how many runs it had seen, and the answer
+        self._forgotten: dict[int, int] = {}
+        self._asked = (-1, -1)  # the pass that was asked about last, and the number of the node that has run
+        self._due: list[int] | None = None  # what was told of it
 
     def add(self, armed: Armed, *, is_shared: bool) -> None:
-        """Note one more call, and now and then let go of those of which nothing will come any more.
-
-        A call whose autograd graph is gone may still bring a gradient, by other uses in its run: those are kept as long
-        as something is there that the run has returned, and of calls that have heard nothing the last ones (64,
-        chosen). ``is_shared`` is for ``Armed.let_go``.
-        """
+        """Note one more call, and now and then let go of those that are over; ``is_shared`` is for ``Armed.let_go``."""
         armed.met = self
         self._calls.append(armed)
         self._runs[armed.run] = self._runs.get(armed.run, 0) + 1
         if len(self._calls) < self._prune_at:
             return
-        unheard = [one for one in self._calls[:-1] if one.is_over() and not one.fired]
-        heard = [one for one in self._calls[:-1] if one.is_over() and one.fired and self._ended.is_past(one.run)]
-        gone = {*map(id, heard), *map(id, unheard[:-64])}
-        for one in self._calls:
-            if id(one) in gone:
-                one.let_go(is_shared=is_shared)
-                self._runs[one.run] -= 1
+        gone = {id(one): one for one in [one for one in self._calls[:-1] if self._is_over(one)][:-_LAST]}
+        for one in gone.values():
+            one.let_go(is_shared=is_shared)
+            self._runs[one.run] -= 1
+            if not self._runs[one.run]:
+                thread = one.run.thread
+                self._forgotten[thread] = max(one.run.made.stop, self._forgotten.get(thread, 0))
+                del self._runs[one.run]
         self._calls = [one for one in self._calls if id(one) not in gone]
-        self._runs = {run: count for run, count in self._runs.items() if count}
         self._prune_at = len(self._calls) + max(1, len(self._calls) // 64)
+
+    def _is_over(self, armed: Armed) -> bool:
+        """Whether no more is to come to a call, as far as is known: its autograd graph is gone.
+
+        It may still bring a gradient, by other uses in its run: one that has heard something is kept as long as
+        anything is there that the run has returned; so it is where nothing is known of what the call made.
+        """
+        if armed.life is None and not armed.is_dead():
+            return not armed.run.frames and self._ended.is_past(armed.run)
+        return armed.is_over() and (not armed.fired or self._ended.is_past(armed.run))
 
     def is_brought(self, armed: Armed, gradients: Passes) -> bool:
         """Whether the pass is one of the run of ``armed``, or no other run may have brought it.
@@ -269,35 +280,51 @@ class Meetings:
             return False
         is_any = getattr(self.tensor(), "is_of_any_run", False)
         seen = gradients.runs_of(autograd.backward_task())
-        if armed.run in seen or (len(self._runs) == 1 and not is_any):
-            gradients.heard(armed.run)
-            return True
-        is_marked = bool(seen) if is_any else self._is_marked(seen)
-        if not is_marked or self._is_used(armed.run, gradients, seen if is_any else None):
-            count = "some" if is_any else len(self._runs)
+        is_alone = len(self._runs) == 1 and not self._forgotten and not is_any
+        is_its = True if armed.run in seen or is_alone else self._is_its(armed.run, gradients, seen, is_any=is_any)
+        if is_its is None:
+            count = "some" if is_any else len(self._runs) if len(self._runs) > 1 else "several"
             armed.refuse(f"{count} runs used this {self._kind}, and nothing tells whose pass it was")
-        return False
+        elif is_its:
+            gradients.heard(armed.run)
+        return bool(is_its)
 
-    def _is_marked(self, seen: Collection[Run]) -> bool:
-        """Whether the pass has come by what one of the runs has made of the tensor; asked once for all calls."""
-        task = autograd.backward_task()
-        if self._marked[:2] != (task, len(seen)):
-            self._marked = task, len(seen), any(run in self._runs for run in seen)
-        return self._marked[2]
+    def _is_its(self, run: Run, gradients: Passes, seen: Collection[Run], *, is_any: bool) -> bool | None:
+        """Whether the pass is one of the run, by the nodes that hand the tensor its gradient; None where they do not
+        tell. ``seen``: the runs of what it has come by; ``is_any``: it is not known which runs met the tensor.
 
-    def _is_used(self, run: Run, gradients: Passes, others: Collection[Run] | None) -> bool:
-        """Whether the pass comes from a node that may be one of the run's, though by nothing that the run returned.
-
-        A node that a differentiable pass of the run may have made, and no run in its forward, may be one of its.
-        ``others``, where it is not known which runs met the tensor: what none of these has made may be this run's, too.
+        A node that a differentiable pass of a run may have made, and no run in its forward, may be one of that run's.
         """
-        nodes = gradients.pass_graph.handing_to(self._position)
-        due = [autograd.sequence_of(node) for node in nodes or () if autograd.is_due(node)]
-        if others is not None and not all(any(number in one.made for one in others) for number in due):
-            return True
-        again = [number for number in due if number >= run.again_since]
-        is_again = any(not any(number in one.made for one in self._runs) for number in again)
-        return nodes is None or is_again or any(number in run.made for number in due)
+        due = self._numbers_due(gradients)
+        if due is None:
+            return None
+        if is_any:  # what none of the runs seen has made may be this run's, too
+            is_told = bool(seen) and all(any(number in one.made for one in seen) for number in due)
+            return False if is_told and not any(number in run.made for number in due) else None
+        owners = [self._makers_of(number) for number in due]
+        if any(number >= run.again_since for number, runs in zip(due, owners, strict=True) if not runs):
+            return None
+        if any(run in runs for runs in owners):
+            return None if any(len(runs) > 1 for runs in owners if run in runs) else True
+        is_others = any(runs and None not in runs for runs in owners) or any(one in self._runs for one in seen)
+        return False if is_others else None
+
+    def _makers_of(self, number: int) -> set[Run | None]:
+        """The runs that may have made the node of this number: each thread counts its own. None: one forgotten."""
+        runs: set[Run | None] = {one for one in self._runs if number in one.made}
+        threads = {one.thread for one in runs if one is not None}
+        is_forgotten = any(number < stop for thread, stop in self._forgotten.items() if {thread} != threads)
+        return {*runs, None} if is_forgotten else runs
+
+    def _numbers_due(self, gradients: Passes) -> list[int] | None:
+        """The numbers of the nodes that hand the tensor its gradient in this pass; None where nothing tells them."""
+        node = autograd.current_node()
+        asked = autograd.backward_task(), -1 if node is None else autograd.sequence_of(node)
+        if asked != self._asked:
+            nodes = gradients.pass_graph.handing_to(self._position)
+            due = None if nodes is None else [autograd.sequence_of(one) for one in nodes if autograd.is_due(one)]
+            self._asked, self._due = asked, due
+        return self._due
 
 
 class EndedGraphs:

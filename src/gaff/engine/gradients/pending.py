@@ -21,7 +21,7 @@ from gaff.compat.autograd import is_wrapper
 from gaff.compat.compiler import has_compiled_autograd, uncompiled
 from gaff.engine.clock import Run
 from gaff.engine.gradients.armed import Armed, ArmedShare, ArmedView, Met
-from gaff.engine.gradients.chains import Chain, Chains
+from gaff.engine.gradients.chains import Chains, EditChain
 from gaff.engine.gradients.later import Later
 from gaff.engine.gradients.reach import PassGraph
 from gaff.engine.gradients.tensor_hooks import (
@@ -42,8 +42,30 @@ _HIDDEN = (
 )
 BEHIND_VIEW = f"{NOT_REACHED}; a pass that ends at the view which :outer_grad gives a module's caller does not"
 _NUMBERS = itertools.count()
-_MOST_PASSES = 256  # held with the runs that they reached, each of which counts the calls of all modules
+_MOST_PASSES = 256  # in progress, one inside the other, or ended by an exception (chosen)
 BATCHED = "this backward pass was batched (is_grads_batched, vectorize=True): its gradients are wrappers"
+
+
+class RunsOfPasses:
+    """Of backward passes in progress the runs whose gradients have come by; torch tells no end of one that raises."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, dict[Run, None]] = {}
+
+    def of(self, task: int) -> Collection[Run]:
+        """The runs that the pass ``task`` has come by, in order of their first gradient."""
+        return self._known.get(task, {}).keys()
+
+    def add(self, run: Run) -> None:
+        """Note that the pass that this thread executes has come by a gradient of ``run``."""
+        task = autograd.backward_task()
+        if task not in self._known:
+            if len(self._known) > _MOST_PASSES:
+                del self._known[min(self._known)]  # the oldest, which has raised
+            self._known[task] = {}
+            if task != -1:
+                autograd.at_backward_end(lambda: self._known.pop(task, {}).clear())
+        self._known[task][run] = None
 
 
 class Gradients:
@@ -68,7 +90,7 @@ class Gradients:
         self.met = Met()
         self._prune_at = 256
         self._is_hidden = False  # a pass was compiled as a whole, while compiled code was to tell gradients
-        self._tasks: dict[int, dict[Run, None]] = {}
+        self._passes = RunsOfPasses()
         self.later = Later()
         self.at_pass: list[Callable[[], None]] = []  # called before each backward pass, outside of all others
 
@@ -188,7 +210,7 @@ class Gradients:
 
     def runs_of(self, task: int) -> Collection[Run]:
         """The runs whose gradients have come by in the backward pass ``task``, in order of their first one."""
-        return self._tasks.get(task, {}).keys()
+        return self._passes.of(task)
 
     def seen(self, run: Run) -> None:
         """Note that a gradient of ``run`` has come by in the current backward pass.
@@ -197,10 +219,7 @@ class Gradients:
         """
         self.heard(run)
         if self.asks_for_runs:
-            task = autograd.backward_task()
-            if len(self._tasks) > _MOST_PASSES and task not in self._tasks:
-                del self._tasks[min(self._tasks)]  # the oldest, which has long ended
-            self._tasks.setdefault(task, {})[run] = None
+            self._passes.add(run)
 
     def why_untold(self, gradient: Tensor) -> str:
         """Why a gradient that has come cannot be told, whichever tensor it is of; empty if it can.
@@ -346,10 +365,10 @@ def _mark_arrived(gradients: Gradients, mark: Armed, is_passed_on: bool, gradien
         (gradients.heard if is_passed_on else gradients.seen)(mark.run)
 
 
-def _arrived_chain(gradients: Gradients, chain: Chain, gradient: Tensor) -> Tensor | None:
+def _arrived_chain(gradients: Gradients, chain: EditChain, gradient: Tensor) -> Tensor | None:
     """The tensor hook where edits are: each gets what the one before it returned; None if nobody changed anything."""
     changed: Tensor | None = None
-    for _, group in chain:
+    for _, group in chain.rows:
         for armed in group:
             new = _arrived(gradients, armed, gradient if changed is None else changed)
             changed = changed if new is None else new

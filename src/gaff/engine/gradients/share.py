@@ -37,8 +37,9 @@ OLDER = (
     "and kept; ask for :input_grad, the total gradient"
 )
 PAST_THE_SHARE = (
-    "somebody kept something that the module made of its input and did not return (a hook that collects, a list), or "
-    "the module kept the input, and this backward pass came by it; ask for :input_grad, the total gradient"
+    "somebody kept something that the module made of its input and did not return (a hook that collects, a list, the "
+    "tangent of a dual tensor), or the module kept the input, and this backward pass came by it; ask for :input_grad, "
+    "the total gradient"
 )
 HELD = (
     "the module holds this tensor as an attribute, too: what it makes of it by way of the argument cannot be told "
