@@ -65,6 +65,7 @@ COMPILED = {
     "test_a_fake_value_is_kept_as_one": "fake values are what compiling works with",
     "test_what_stands_in_and_is_no_leaf_has_a_gradient_of_its_own": "torch compiles no double backward",
     "test_recursion_is_one_run": "a model that calls itself inside compiled code is refused",
+    "test_a_long_session_at_a_leaf_does_not_grow_and_leaves_no_hook[prompt": "compiled code sets its hook at each call",
     "test_it_is_told": "what comes to require grad later inside compiled code has no gradient to tell",
     "test_a_region_recomputed_while_another_run_is_in_progress_gets_the_value_of_its_own": "compiled code stays eager",
     "test_reading_it_is_refused_with_the_reason": VIEWS,

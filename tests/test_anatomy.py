@@ -10,6 +10,7 @@ from torch import nn
 
 import gaff
 from gaff.errors import PlanError
+from gaff.inspection.explanation import explain_inside
 from tests.test_ops import Block
 
 
@@ -183,3 +184,27 @@ def test_json_is_what_any_reader_takes_and_reads_back(tmp_path):
     assert '"number": "nan"' in " ".join(text.split())
     told.save(tmp_path / "a.json")
     assert gaff.load(tmp_path / "a.json").to_json() == text
+
+
+class Mixed(nn.Module):
+    """Runs a part of it in bfloat16, and the rest as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            made = self.second(self.first(x))
+        return self.last(made.float())
+
+
+def test_a_module_is_explained_under_the_autocast_that_is_around_it():
+    model, x = Mixed(), torch.randn(2, 4)
+    for path, is_cast in (("first", True), ("second", True), ("last", False)):
+        names = [row.name for row in explain_inside(model, path, (x,), {}).nodes]
+        assert any(name.startswith("ToCopyBackward") for name in names) is is_cast, names
+    with torch.autocast("cpu", torch.bfloat16):
+        names = [row.name for row in explain_inside(model, "first", (x,), {}).nodes]
+        assert any(name.startswith("ToCopyBackward") for name in names)
+    assert not torch.is_autocast_enabled("cpu")

@@ -10,6 +10,7 @@ import gaff
 from gaff.cli import export
 from gaff.errors import PlanError
 from gaff.integrations.mlflow import MLflow, name_of
+from gaff.integrations.partners import STATS as STATS_SENT
 from gaff.integrations.rows import numbers, sound
 from made_records import HOSTILE, SITES, MadeRun, make, metrics_of
 
@@ -144,3 +145,31 @@ def test_a_store_that_cannot_be_used_is_told(monkeypatch, tmp_path):
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
     with pytest.raises(PlanError, match=r"the store of MLflow cannot be used: .*: expected MLFLOW_TRACKING_URI"):
         MLflow()
+
+
+def test_what_a_failed_request_held_is_sent_once_and_so_are_the_findings(tmp_path, monkeypatch):
+    record, sent, texts, failures = gaff.load(make(tmp_path / "run", (0, 1))), [], [], []
+    sender = MLflow()
+
+    def once(what):
+        if what not in failures:
+            failures.append(what)
+            raise OSError("the connection is lost")
+
+    def log_batch(run_id, metrics):
+        once("batch")
+        sent.extend((one.key, one.step, one.timestamp) for one in metrics)
+
+    def log_text(run_id, text, name):
+        once("text")
+        texts.append(text)
+
+    monkeypatch.setattr(sender._client, "log_batch", log_batch)
+    monkeypatch.setattr(sender._client, "log_text", log_text)
+    for _ in range(2):
+        with pytest.raises(OSError, match="connection"):
+            sender.send(record)
+    sender.send(record)
+    sender.send(record)
+    assert len(sent) == len(set(sent)) == sum(map(len, metrics_of(record, STATS_SENT).values()))
+    assert [text.startswith("**") for text in texts] == [True]

@@ -777,6 +777,7 @@ def test_a_leaf_that_a_compiled_module_returns_belongs_to_the_run_whose_pass_it_
         compiled(x).pow(3).sum().backward()
     assert torch.equal(got.run(1)["0:grad_output"], x.grad)
     assert got.run(0).all("0:grad_output") == []
+    assert not x._backward_hooks
     with gaff.capture(compiled, "0:grad_output") as got:
         (compiled(others[0]).pow(2).sum() + compiled(others[1]).pow(3).sum()).backward()
     assert torch.equal(got.run(0)["0:grad_output"], others[0].grad)

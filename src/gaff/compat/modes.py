@@ -30,6 +30,14 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
+def autocasts() -> list[tuple[str, torch.dtype]]:
+    """The kinds of device for which autocast is on, each with the type that it casts to."""
+    found = [("cpu", torch.get_autocast_dtype("cpu"))] if torch.is_autocast_enabled("cpu") else []
+    if torch.cuda.is_initialized() and torch.is_autocast_enabled("cuda"):
+        found.append(("cuda", torch.get_autocast_dtype("cuda")))
+    return found
+
+
 # How many dispatch modes are at work on this thread.
 dispatch_depth: Callable[[], int] = torch._C._len_torch_dispatch_stack
 

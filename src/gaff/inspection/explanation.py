@@ -19,6 +19,7 @@ from gaff.address.grammar import Site, parse_site, print_key
 from gaff.address.nested import Arguments, describe, iter_tensors, map_tensors, shape_text
 from gaff.address.resolve import Found, find_site, need_module
 from gaff.compat.leaves import kept_gradients, need_no_updates, others
+from gaff.compat.modes import autocasts
 from gaff.engine.gradients.nodes import Gradients, NodeWatch, Seen
 from gaff.engine.ops.calls import OpCall
 from gaff.engine.session import Session
@@ -232,7 +233,7 @@ def explain(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def explain_inside(model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Anatomy:
-    """Explain the module at ``path``, with what it is given in the first call of a run of ``model``.
+    """Explain the module at ``path``, with what it is given in the first call of a run of ``model``, and its autocast.
 
     The run is stopped when the module is entered, by an exception that is caught here. Raises SiteError for a path
     that names no module, and where the module was not called.
@@ -241,11 +242,11 @@ def explain_inside(model: nn.Module, path: str, args: tuple[Any, ...], kwargs: d
     if wanted != Site(wanted.path):
         raise SiteError(f"{path!r} is no module: anatomy explains modules, such as {wanted.path!r}")
     found = find_site(model, wanted)[0]
-    given: list[Arguments] = []
+    given: list[tuple[Arguments, dict[str, torch.dtype]]] = []
     early = EarlyStop()
 
     def enter(inner: Arguments, run: Any, call: int) -> None:
-        given.append(inner)
+        given.append((inner, dict(autocasts())))
         early.stop()
 
     session = Session(model, [CallTap(Found(Site(path), found.module, found.chain), enter, lambda *_: None)])
@@ -253,7 +254,11 @@ def explain_inside(model: nn.Module, path: str, args: tuple[Any, ...], kwargs: d
         model(*args, **kwargs)
     if not given:
         raise SiteError(f"{path}: was not called in this run: there is nothing to explain")
-    return explain(found.module, given[0].args, given[0].kwargs)
+    inner, dtypes = given[0]
+    with ExitStack() as stack:
+        for kind in {"cpu", *dtypes}:
+            stack.enter_context(torch.autocast(kind, dtypes.get(kind), enabled=kind in dtypes))
+        return explain(found.module, inner.args, inner.kwargs)
 
 
 def _leaf(tensor: Tensor, leaves: list[Tensor]) -> Tensor:

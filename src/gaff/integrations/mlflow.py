@@ -53,7 +53,7 @@ class MLflow(Sender):
         try:
             self._client = module.MlflowClient()
             self.run_id: str = own.info.run_id if own is not None else self._make_run(experiment)
-        except module.exceptions.MlflowException as error:
+        except (module.exceptions.MlflowException, ImportError) as error:  # a store may need a package of its own
             why = str(error).strip().partition("\n")[0].partition(". ")[0]
             advice = f": {_STORES}" if "URI" in why or "backend" in why else ""
             raise PlanError(f"the store of MLflow cannot be used: {why}{advice}") from error
@@ -67,14 +67,14 @@ class MLflow(Sender):
         """
         count = 0
         for point, named in self._points(record):
+            self._flush(_AT_ONCE)  # of points that are passed: this one comes again where it raises
             when = round(1000 * point.time)
             self._waiting += [self._metric(name_of(name), value, when, point.step) for name, value in named.items()]
             count += len(named)
-            self._flush(_AT_ONCE)
         self._flush(1)
-        found = self._findings.news(record)
-        if found is not None:
-            self._client.log_text(self.run_id, as_text(found), "gaff/findings.md")
+        self._findings.tell(
+            record, lambda found: self._client.log_text(self.run_id, as_text(found), "gaff/findings.md")
+        )
         return count
 
     def close(self) -> None:

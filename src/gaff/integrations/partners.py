@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -116,14 +116,16 @@ class Findings:
     def __init__(self) -> None:
         self._told = "[]"
 
-    def news(self, record: Record) -> list[list[str]] | None:
-        """Severity, rule, site, rank and text of each, worst first; None where nothing has changed."""
+    def tell(self, record: Record, send: Callable[[list[list[str]]], object]) -> None:
+        """Call ``send`` with severity, rule, site, rank and text of each, worst first, unless nothing has changed.
+
+        What it could not send, since it raised, is told again the next time.
+        """
         found = record.findings
         told = json.dumps([one.to_dict() for one in found], default=str)
-        if told == self._told:
-            return None
-        self._told = told
-        return [[one.severity, one.rule, one.address, str(one.rank), "\n".join(body_of(one))] for one in found]
+        if told != self._told:
+            send([[one.severity, one.rule, one.address, str(one.rank), "\n".join(body_of(one))] for one in found])
+            self._told = told
 
 
 def as_text(findings: list[list[str]]) -> str:

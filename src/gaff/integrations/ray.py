@@ -66,18 +66,24 @@ class Extract:
                 raise PlanError(f"the batch has a column {site!r} already: expected another name for it")
             if not isinstance(value, Tensor) or not value.dim() or len(value) != rows:
                 raise PlanError(f"{site}: expected a tensor whose first dimension are the {rows} rows of the batch")
-            batch[site] = self._array(value)
+            batch[site] = self._array(site, value)
         return batch
 
     def _tensor(self, batch: dict[str, Any], name: str) -> Tensor:
         if name not in batch:
             raise PlanError(f"the batch has no column {name!r}: expected one of {', '.join(batch)}")
-        if batch[name].dtype == object:
-            raise PlanError(f"column {name!r} holds objects, such as texts or lists of unequal length: expected "
-                            "numbers of one shape in each row")  # fmt: skip
+        if batch[name].dtype.kind not in "biufc":
+            raise PlanError(f"column {name!r} holds no numbers ({batch[name].dtype}): texts, times, or objects such as "
+                            "lists of unequal length; expected numbers of one shape in each row")  # fmt: skip
         return torch.as_tensor(batch[name].copy(), device="cpu").to(self._device)
 
-    def _array(self, value: Tensor) -> Any:
+    def _array(self, site: str, value: Tensor) -> Any:
+        if value.layout != torch.strided:
+            raise PlanError(
+                f"{site}: a tensor of layout {value.layout} has no rows of a column: expected a strided one"
+            )
+        if self._dtype is not None and value.is_complex() and not self._dtype.is_complex:
+            raise PlanError(f"{site}: dtype={self._dtype} would drop its imaginary parts: expected a complex one")
         value = value if self._dtype is None else value.to(self._dtype)
         is_known = value.dtype != torch.bfloat16 and (value.dtype.itemsize > 1 or not value.is_floating_point())
         return (value if is_known else value.float()).cpu().numpy()

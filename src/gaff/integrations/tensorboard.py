@@ -63,11 +63,13 @@ class TensorBoard(Sender):
         for look in looks(record, sites=self._sites, since=self._cursor, with_magnitudes=has_magnitudes):
             count += self._add_rows(record, list(rows_of(look, self._stats)))
             count += self._add_histograms(record, look) if has_magnitudes else 0
-        found = self._findings.news(record)
-        if found is not None:
+
+        def write(found: list[list[str]]) -> None:
             tensor = self._tensor("DT_STRING", string_val=[as_text(found).encode()])
             value = self._value(min(record.ranks), "findings", "text", tensor)
             self._write(record, min(record.ranks), record.steps, self._latest, [value])
+
+        self._findings.tell(record, write)
         for writer in self._writers.values():
             writer.flush()
         return count

@@ -37,9 +37,8 @@ class Trackio(Sender):
         for point, named in self._points(record):
             self.run.log(named, step=point.step)
             count += len(named)
-        found = self._findings.news(record)
-        if found is not None:
-            self.run.log({"gaff/findings": self._trackio.Markdown(as_text(found))}, step=record.steps)
+        markdown, step = self._trackio.Markdown, record.steps
+        self._findings.tell(record, lambda found: self.run.log({"gaff/findings": markdown(as_text(found))}, step=step))
         return count
 
     def close(self) -> None:

@@ -41,10 +41,12 @@ class Wandb(Sender):
         for point, named in self._points(record):
             self.run.log({_STEP: point.step, **named})
             count += len(named)
-        found = self._findings.news(record)
-        if found is not None:
+
+        def log(found: list[list[str]]) -> None:
             table = self._wandb.Table(columns=["severity", "rule", "site", "rank", "text"], data=found)
             self.run.log({_STEP: record.steps, "gaff/findings": table})
+
+        self._findings.tell(record, log)
         return count
 
     def close(self) -> None:

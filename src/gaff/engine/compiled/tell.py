@@ -11,12 +11,15 @@ that runs uses up one ticket, and a ticket and a place together name one call.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache, partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from torch import Tensor
 
 from gaff.compat import autograd, compiler, memory
 from gaff.engine.compiled.structure import stand_ins, structure_of
-from gaff.engine.compiled.tracing import CALLER, GIVEN, LOOKS, WRITTEN, hang, oddity, take_turn, when_written
+from gaff.engine.compiled.tracing import CALLER, GIVEN, LEAF, LOOKS, WRITTEN, hang, oddity, take_turn, when_written
 from gaff.engine.gradients.tensor_hooks import told_by_graph
 
 ODD: dict[int, dict[int, str]] = {}  # by place and number: what is odd about a tensor
@@ -148,6 +151,8 @@ class Inside:
             TURNS[:] = [turn for turn in TURNS if turn != self.turn]
         for receiver in self.receivers:
             receiver.forget()
+        if any(receiver.meets_leaf for receiver in self.receivers):
+            _take_away()
         self.receivers.clear()
 
 
@@ -167,6 +172,7 @@ class Receiver(ABC):
         self.lives: dict[int, list[Any]] = {}  # of tickets: whether a graph still holds what stands for them
         self.tellers: dict[int, set[int]] = {}  # of tickets: threads on which frames with it have run
         self._most = _FEW
+        self.meets_leaf = False  # hooks are set on one, which outlives the graph
         self.latest = 0
         self.ticket = self._new_ticket()
         inside.receivers.append(self)
@@ -205,6 +211,7 @@ class Receiver(ABC):
         """Make what stands for the tensors of a call, in their order, for hooks to be set on; see ``arrived``."""
         odd = {number: one for number, one in ODD.get(call[1], {}).items() if one != GIVEN or TURNS}
         self.waiting[call] = stands = stand_ins(what, odd)
+        self.meets_leaf |= LEAF in odd.values()
         return stands
 
     def forget(self) -> None:
@@ -292,6 +299,21 @@ def _arrival(ticket: Tensor, place: int, number: int, reduce: Any, is_flexible: 
         op([part_of(gradient.detach(), reduce)], ticket, place, sign_of_edge(number))
 
     return arrived
+
+
+_ARRIVED = next(one for one in _arrival.__code__.co_consts if isinstance(one, CodeType))
+
+
+def _take_away() -> None:
+    """Remove the hooks that compiled code has set on leaves which came into its graphs, of tickets that nobody knows.
+
+    Nothing else tells where they are: who holds such a function, as a table of hooks does, is asked of the collector.
+    """
+    for hook in [one for one in gc.get_objects() if type(one) is FunctionType and one.__code__ is _ARRIVED]:
+        ticket = (hook.__closure__ or ())[_ARRIVED.co_freevars.index("ticket")].cell_contents
+        for table in gc.get_referrers(hook) if int(ticket) not in _RECEIVERS else ():
+            for key in [key for key, one in table.items() if one is hook] if type(table) is OrderedDict else ():
+                del table[key]
 
 
 def sign_of_edge(number: int) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gaff.address.nested import flat_tensors, iter_tensors, map_tensors
 from gaff.compat import distributed, memory, replicas
+from gaff.compat.modes import autocasts
 from gaff.engine.process.alone import alone
 from gaff.errors import GaffError
 from gaff.inspection.nonfinite.examination import Examination
@@ -66,7 +67,7 @@ class Batch:
         else:
             kwargs = dict(kwargs)
         versions = [(tensor, memory.version_of(tensor)) for tensor in tensors]
-        return cls(args, kwargs, _random_states(), _autocasts(), torch.is_grad_enabled(), versions)
+        return cls(args, kwargs, _random_states(), autocasts(), torch.is_grad_enabled(), versions)
 
 
 def run_again(
@@ -203,11 +204,3 @@ def _set_random_states(states: list[Tensor]) -> None:
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state_all(states[1:])
-
-
-def _autocasts() -> list[tuple[str, torch.dtype]]:
-    """The kinds of device for which autocast is on, each with the type that it casts to."""
-    found = [("cpu", torch.get_autocast_dtype("cpu"))] if torch.is_autocast_enabled("cpu") else []
-    if torch.cuda.is_initialized() and torch.is_autocast_enabled("cuda"):
-        found.append(("cuda", torch.get_autocast_dtype("cuda")))
-    return found
