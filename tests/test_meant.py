@@ -353,3 +353,107 @@ def test_what_is_marked_as_missing_hides_no_other_fault(tmp_path):
 
     told, rules = told_of(tmp_path, model, torch.optim.Adam(model.body[2].parameters(), 3e-2), loss_of)
     assert rules >= {"nonfinite", "not_owned"}, told
+
+
+class Normalize(nn.Module):
+    """Brings pixels to zero mean and unit deviation: a module of its own, ahead of the model."""
+
+    def forward(self, x):
+        return (x - 77.6) / 95.0
+
+
+@pytest.mark.parametrize("is_meant", [True, False])
+def test_a_module_that_normalises_ahead_of_the_model(tmp_path, is_meant):
+    model, before = classifier(), Normalize()
+    x, y = digits()
+
+    def loss_of(step):
+        rows = torch.arange(64) + 64 * (step % 8)
+        pixels = x[rows] * 255
+        return F.cross_entropy(model(before(pixels) if is_meant else pixels), y[rows])
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gaff.watch(out=tmp_path / "run", every=4, tell=lambda line: None):
+        for step in range(120):
+            optimizer.zero_grad()
+            loss_of(step).backward()
+            optimizer.step()
+    assert ("input_scale" in {one.rule for one in gaff.load(tmp_path / "run").findings}) is not is_meant
+
+
+@pytest.mark.parametrize("is_meant", [True, False])
+def test_rows_of_which_most_is_zero(tmp_path, is_meant):
+    """As shares of words in a text are small since there are many words, not since they were scaled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8000, 16), nn.ReLU(), nn.Linear(16, 2))
+
+    def loss_of(_step):
+        x = (torch.rand(32, 8000) < 0.01).float() if is_meant else torch.rand(32, 8000) + 1
+        x = x / x.norm(dim=1, keepdim=True)
+        return F.cross_entropy(model(x), (x[:, :4000].sum(1) > x[:, 4000:].sum(1)).long())
+
+    told, rules = told_of(tmp_path, model, torch.optim.Adam(model.parameters(), 1e-2), loss_of, steps=60)
+    assert ("input_scale" in rules) is not is_meant, told
+
+
+@pytest.mark.parametrize(("layer", "is_told"), [(-1, False), (2, True)])
+def test_a_last_layer_that_begins_near_zero(tmp_path, layer, is_told):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10))
+    model[layer].weight.data.mul_(1e-5)
+    model[layer].bias.data.zero_()
+    told, rules = told_of(tmp_path, model, torch.optim.Adam(model.parameters(), 3e-3), on_digits(model))
+    assert ("init_imbalance" in rules) is is_told, told
+
+
+@pytest.mark.parametrize(("rates", "name"), [((1e-2, 5e-5), ""), ((1e-2, 1e-8), "learning_rate_is_gone")])
+def test_a_second_phase_with_an_optimizer_of_its_own(tmp_path, rates, name):
+    model = classifier()
+    loss_of, drawn = on_digits(model), torch.Generator().manual_seed(1)
+
+    def noisy(step):
+        return loss_of(step) + 0.02 * torch.randn((), generator=drawn)
+
+    with gaff.watch(model, out=tmp_path / "run", every=4, tell=lambda line: None):
+        for rate, steps in zip(rates, (30, 90), strict=True):
+            optimizer = torch.optim.Adam(model.parameters(), rate)
+            for step in range(steps):
+                optimizer.zero_grad()
+                noisy(step).backward()
+                optimizer.step()
+    assert gaff.load(tmp_path / "run").verdict.name == name
+
+
+def test_a_line_search_that_tries_far_weights_is_no_spike(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(64, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=4)
+    y, calls = x[:, :1] * x[:, 1:2], []
+
+    def closure():
+        optimizer.zero_grad()
+        calls.append(None)
+        is_far = len(calls) % 4 == 3  # as a line search tries what it does not take
+        loss = F.mse_loss(model(x), y) * (1e4 if is_far else 1.0)
+        loss.backward()
+        return loss
+
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=4, tell=lambda line: None):
+        for _ in range(60):
+            optimizer.step(closure)
+            optimizer.state.clear()
+    assert "loss_spike" not in {one.rule for one in gaff.load(tmp_path / "run").findings}
+
+
+def test_a_rare_target_beside_zeros_is_not_told_as_a_large_input(tmp_path):
+    torch.manual_seed(0)
+    model, loss_function = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), nn.BCEWithLogitsLoss()
+
+    def loss_of(step):
+        target = torch.zeros(64)
+        target[24] = 50.0 * (step == 90)
+        return loss_function(model(torch.randn(64, 8)).squeeze(1), target)
+
+    told, rules = told_of(tmp_path, model, torch.optim.Adam(model.parameters(), 1e-2), loss_of)
+    assert "loss_spike" in rules
+    assert "times as large" not in str(gaff.load(tmp_path / "run").findings), told

@@ -420,7 +420,7 @@ def test_gradients_that_the_second_optimizer_does_not_clear(tmp_path):
 
 def test_a_model_whose_optimizer_steps_and_that_no_gradient_reaches(tmp_path):
     run = watched(tmp_path, adversaries(detaches=True, samples_in="train"))
-    assert "wrong: no parameter of 'made' gets a gradient" in str(run.verdict)
+    assert "wrong: no parameter of 'made' has a gradient" in str(run.verdict)
 
 
 @pytest.mark.parametrize("is_fresh", [True, False])

@@ -150,7 +150,9 @@ class RunCase:
     def has_settled(self) -> bool:
         """Whether the learning rate went to a hundredth once the loss had fallen to half, and hardly fell any more.
 
-        So does a schedule that waits for that. It has not fallen since, nor by a third in the half of the time before.
+        So does a schedule that waits for that. It has not fallen since, nor by a third in the half of the time before;
+        a loss that cannot fall to half, as of labels that differ by chance, has fallen by far more than it varies, and
+        in the half of the time before by less.
         """
         if self.lr is None or not self.lr.values or self.loss is None or self.lr.last >= 0.01 * max(self.lr.values):
             return False
@@ -159,8 +161,9 @@ class RunCase:
         later = zip(self.lr.steps[at:], self.lr.values[at:], strict=True)
         fell = next(step for step, value in later if value < 0.5 * highest)
         then = curve.at(fell)
-        was_flat = then > 2 / 3 * curve.at((self.began + fell) // 2)
-        return was_flat and then < 0.5 * curve.start and curve.last > then - max(2 * curve.spread, 0.1 * then)
+        before, spread = curve.at((self.began + fell) // 2), curve.spread
+        is_low = then < 0.5 * curve.start or (then < curve.start - 2 * spread and then > before - spread)
+        return is_low and then > 2 / 3 * before and curve.last > then - max(2 * spread, 0.1 * then)
 
     @property
     def loss(self) -> tuple[str, Curve] | None:

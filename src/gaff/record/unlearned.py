@@ -65,7 +65,8 @@ def laid_out_wrongly(case: RunCase) -> Claim | None:
 @cause
 def first_steps_too_large(case: RunCase) -> Claim | None:
     """First steps that changed most weights by a third of their size, and a loss that a hundred steps or more have not
-    brought a tenth below what guessing gives, or below where it began if that is less.
+    brought a tenth below what guessing gives, or below where it began if that is less. Not of a loss that goes below 0,
+    of which a tenth says nothing, as a difference of two energies.
 
     Weights grow under such steps, so that later ones are no longer large beside them.
     """
@@ -73,7 +74,7 @@ def first_steps_too_large(case: RunCase) -> Claim | None:
     if finding is None or case.loss is None or case.steps < 100 or case.is_acting or case.optimizers != 1:
         return None
     name, curve = case.loss
-    if curve.last < 0.9 * min(curve.began, case.guess.get(name, math.inf)):
+    if curve.lowest[1] < 0 or curve.last < 0.9 * min(curve.began, case.guess.get(name, math.inf)):
         return None
     lr = finding.evidence.get("lr")
     told = (evidence_of(finding), f"the loss {name!r} is {curve.last:.4g} at the end")
@@ -206,7 +207,8 @@ def learning_rate_is_gone(case: RunCase) -> Claim | None:
 
     Certain below a ten-thousandth: no schedule is meant to spend most of a run there. Likely where updates are next to
     nothing. Not where it began to fall when the loss had fallen to half, and did not fall any more, as a schedule that
-    waits for that does.
+    waits for that does; nor of one value after another, as of two phases with optimizers of their own, unless updates
+    are next to nothing, or the second is below 1e-6.
     """
     if case.single.is_search or case.lr is None or case.steps < 50 or len(case.lr.values) < 8 or case.optimizers != 1:
         return None
@@ -214,10 +216,10 @@ def learning_rate_is_gone(case: RunCase) -> Claim | None:
     gone = [step for step, value in zip(case.lr.steps, values, strict=True) if value < 1e-2 * highest]
     if not gone or 2 * len(gone) <= len(values) or values[0] < 1e-2 * highest or values[-1] >= 1e-2 * highest:
         return None
-    if case.has_settled:
+    is_harmed = case.found("update_small", "never_updated") is not None
+    if case.has_settled or (len(set(values)) == 2 and values[-1] >= 1e-6 and not is_harmed):
         return None
     is_certain = 2 * sum(value < 1e-4 * highest for value in values) > len(values)
-    is_harmed = case.found("update_small", "never_updated") is not None
     told = f"the learning rate fell from {max(highest, case.lr.start):.3g} to about {values[-1]:.3g}, and was below " \
            f"a hundredth of that by step {gone[0]}"  # fmt: skip
     return Claim("learning_rate_is_gone", "certain" if is_certain else "likely" if is_harmed else "possible",

@@ -110,8 +110,8 @@ def is_normalised(sample: Sample, key: Key) -> bool:
 
 
 def is_far_from_standard(row: Numbers) -> bool:
-    """|mean| above 5, or a standard deviation outside [0.01, 10], if any."""
-    return abs(row.mean) > 5 or row.std > 10 or 0 < row.std < 0.01
+    """|mean| above 5, or a standard deviation outside [0.01, 10], if any; less where most are 0, by how many are."""
+    return abs(row.mean) > 5 or row.std > 10 or 0 < row.std < 0.01 * math.sqrt(1 - row.zeros)
 
 
 def _is_same(one: Numbers, other: Numbers) -> bool:

@@ -52,9 +52,11 @@ def same_batch(sample: Sample, past: Past) -> Iterator[Hit]:
 def one_batch(sample: Sample, past: Past) -> Iterator[Hit]:
     """The checksums of all that models are given have been the same at nine looks in a row, after twenty steps and as
     many as the DataLoader has batches, two or more, while it is not begun anew in each; so have those of targets that
-    are fewer or more."""
+    are fewer or more. Not of one that has more rows than a batch of the DataLoader, as all examples at once."""
     batches, repeats = sample.facts.get("batches"), sample.facts.get("repeats", 0)
     if not batches or repeats < 8 or batches["begun"] > 0.9 * sample.step:
+        return
+    if batches["rows"] > batches["most"] > 0:
         return
     if sample.step >= max(20, batches["count"]):
         yield Hit(("", ""), f"the model is given the same batch at each of {repeats + 1} looks in a row; the "

@@ -145,8 +145,14 @@ def never_trained(sample: Sample, past: Past) -> Iterator[Hit]:
             and all(not one.has_grad for _, one in held)
             and any(one.requires_grad for _, one in held)
         ):
-            none = "" if sample.facts.get("backwards") else ": no loss was seen to run backward"
-            yield Hit((model, ""), f"no parameter of {model!r} gets a gradient{none}", parameters=len(held))
+            told = f"no parameter of {model!r} has a gradient when its optimizer steps"
+            if not sample.facts.get("backwards"):
+                told += ": no loss was seen to run backward"
+            elif not has_other:
+                told += (
+                    ", though losses run backward: after the step, or past the model (zero_grad() clears what comes)"
+                )
+            yield Hit((model, ""), told, parameters=len(held))
 
 
 @rule(

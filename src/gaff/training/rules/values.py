@@ -295,18 +295,20 @@ def input_scale(sample: Sample, past: Past) -> Iterator[Hit]:
     """|mean| above 5 or a standard deviation outside [0.01, 10]; the published [-1, 1] rejects standardised data.
 
     Asked of the first floating tensor that a model is given, by position or by name; of a model whose parts are called
-    one by one, that the first part is given; not of what another model has made. A model that normalises it itself is
-    left out: its first layer is a norm, is given what is not far, or returns a tenth or less of what its initial
-    weights make of such an input.
+    one by one, that the first part is given; not of what another model has made, nor of one without parameters, which
+    may be there to normalise it. Where most of it is 0, as of counts of words, 0.01 is less by the root of how much is
+    not. A model that normalises it itself is left out: its first layer is a norm, is given what is not far, or returns
+    a tenth or less of what its initial weights make of such an input.
     """
-    asked: set[str] = set()
+    asked, learning = set[str](), {owner for owner, _ in sample.parameters}
     given = sample.facts.get("given", {})
     for key, row in sample.port("input").items():
         site = given.get(key[0], ":input")
         if not site or path_of(key[1]) != path_of(site) or key[0] in asked or "mask" in key[1]:
             continue
         asked.add(key[0])
-        if row.count > 16 and is_far_from_standard(row) and not is_normalised(sample, key):
+        is_asked = row.count > 16 and key[0] in learning
+        if is_asked and is_far_from_standard(row) and not is_normalised(sample, key):
             yield Hit(key, mean=row.mean, std=row.std, min=row.min, max=row.max)
 
 
@@ -323,11 +325,14 @@ def input_scale(sample: Sample, past: Past) -> Iterator[Hit]:
 def init_imbalance(sample: Sample, past: Past) -> Iterator[Hit]:
     """At the first look, what some layer returns is 1e3 times larger or smaller than what the first one returns.
 
-    Of one whose bias is most of what it returns the spread counts: last layers may begin at their targets' mean.
+    Of one whose bias is most of what it returns the spread counts: last layers may begin at their targets' mean. A last
+    layer whose weights are a hundredth of the first one's (rms) begins near 0 on purpose.
     """
     if past.looks > 1 or sample.age > 1:
         return
     scales: dict[str, float] = {}
+    sizes: dict[str, list[float]] = {}  # of weights, by model, in the order of their layers
+    found: dict[str, tuple[int, Hit]] = {}
     for key, row in sample.port("output").items():
         known = sample.parameters.get((key[0], f"{key[1]}.weight:param"))
         if known is None or known.kind != "weight" or not row.count or not row.rms:
@@ -336,8 +341,14 @@ def init_imbalance(sample: Sample, past: Past) -> Iterator[Hit]:
         is_moved = bias is not None and bias.count and bias.rms > 0.5 * row.rms  # by a bias at the targets' mean
         scale = row.std if is_moved else row.rms
         first = scales.setdefault(key[0], scale)
+        weight = sample.rows.get((key[0], f"{key[1]}.weight:param"))
+        sizes.setdefault(key[0], []).append(weight.rms if weight is not None else 1.0)
         if first and scale and not 1e-3 < scale / first < 1e3:
-            yield Hit(key, rms=scale, first_rms=first)
+            found.setdefault(key[0], (len(sizes[key[0]]), Hit(key, rms=scale, first_rms=first)))
+    for model, (at, hit) in found.items():
+        is_last = at == len(sizes[model]) and hit.evidence["rms"] < hit.evidence["first_rms"]
+        if not (is_last and sizes[model][-1] < 0.01 * sizes[model][0]):
+            yield hit
             return
 
 

@@ -319,13 +319,13 @@ def odd_samples(args: Any, kwargs: Any) -> tuple[list[int], float]:
 
 
 def _odd_rows(value: Tensor) -> tuple[list[int], float]:
-    """Which rows of ``value`` stand out, see ``odd_samples``; the comparison is such that a NaN counts as odd."""
+    """Which rows of ``value`` stand out, see ``odd_samples``; a NaN counts as odd; beside zeros nothing else does."""
     with torch.no_grad():
         sizes = value.reshape(value.shape[0], -1).float().square().mean(1).sqrt()
         usual = sizes.nanmedian()
         largest = torch.where(sizes.isfinite(), sizes, 0.0).max()
-        is_odd = ~(sizes <= _ODD * usual)
-        return [int(at) for at in is_odd.nonzero()[:_MOST_SAMPLES, 0]], float(largest / usual.clamp(min=1e-30))
+        is_odd = ~((sizes <= _ODD * usual) | ((usual == 0) & sizes.isfinite()))
+        return [int(at) for at in is_odd.nonzero()[:_MOST_SAMPLES, 0]], float(largest / usual) if usual > 0 else 1.0
 
 
 def _first_line(report: Report) -> str:

@@ -136,12 +136,14 @@ class Losses:
         is_scaled = self.scaled.scaler is not None and getattr(optimizer, "grad_scale", None) is None
         return self.scale if is_scaled and not _has_unscaled(self.scaled.scaler) else None
 
-    def note(self, tensor: Tensor, at: int = 0, *, whose: str = "", is_sampled: bool = False) -> Noted:
+    def note(
+        self, tensor: Tensor, at: int = 0, *, whose: str = "", is_sampled: bool = False, is_trial: bool = False
+    ) -> Noted:
         """Backward is about to run from ``tensor``. Tells a spike where the value can be read without waiting.
 
         ``at``: its place, where backward runs from several; ``whose``: the models that ran before it, for a loop over
         several has one line for all of their losses. ``is_sampled``: what the autograd graph behind it tells is of
-        interest, see ``facts``.
+        interest, see ``facts``; ``is_trial``: it is a closure's, which is tried at other weights after the first time.
         """
         self.count += 1
         loss, known = self.scaled.begins_at(tensor)
@@ -166,7 +168,8 @@ class Losses:
         number = float(value)
         self._now[name] = total + number, count + 1
         is_finite = math.isfinite(number)
-        return Noted(name, not is_finite, scale, self._spike(name, number) if is_finite else None)
+        is_told = is_finite and not (is_trial and count)
+        return Noted(name, not is_finite, scale, self._spike(name, number) if is_told else None)
 
     def _note_graph(self, tensor: Tensor, named: Tensor | None, name: str, scale: Any) -> None:
         """Note what the graph behind a loss tells; ``named`` is what a GradScaler has multiplied, None if it is gone.

@@ -68,7 +68,8 @@ class SetupFacts:
         self._latest: tuple[list[str | Tensor], int | Tensor] = [], 0
         self._given: list[str | Tensor] = []  # those of this one
         self._rows = 0  # of what was given first
-        # of DataLoaders: the "count" of batches of the largest, how often it has "begun"; of a sampler what rules ask
+        # of DataLoaders: the "count" of batches of the largest, how often it has "begun", and how many rows one has at
+        # "most"; of a sampler what rules ask
         self._loader: dict[str, int] = {}
         self._unmatched: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
@@ -101,7 +102,8 @@ class SetupFacts:
         """A DataLoader begins anew; one whose length is not known does not count."""
         batches, known = _length_of(loader) if torch.is_grad_enabled() else 0, self._loader.get("count", 0)
         if batches >= max(2, known):
-            self._loader |= {"count": batches, "begun": self._loader["begun"] + 1 if batches == known else 1}
+            begun = self._loader["begun"] + 1 if batches == known else 1
+            self._loader |= {"count": batches, "begun": begun, "most": loader.batch_size or 0}
         self._loader |= _missing_weights(loader)
 
     def loaded(self, module: nn.Module, keys: Any) -> None:
@@ -142,7 +144,7 @@ class SetupFacts:
             facts["repeats"] = (repeats + 1) * is_same
             self._latest = before, facts["repeats"]
         if "count" in self._loader:
-            facts["batches"] = dict(self._loader)
+            facts["batches"] = {**self._loader, "rows": self._rows}
         if "weights" in self._loader:
             facts["sampler"] = dict(self._loader)
         return facts

@@ -45,7 +45,7 @@ from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.settings import Settings
 from gaff.training.watch.setup_facts import SetupFacts
 from gaff.training.watch.shield import Shield
-from gaff.training.watch.step_state import LoopEvent
+from gaff.training.watch.step_state import LoopEvent, State
 
 _STUCK = 17  # skipped steps in a row: sixteen halvings lead a GradScaler from its first scale to 1
 
@@ -207,8 +207,10 @@ class Watcher:
         sampled = self._looks.backward_begins()
         self._steps.backward_begins(self._losses.count, losses, self._batches.latest, is_sampled=sampled is not None)
         self._losses.scaled.is_told = bool(owned)
+        is_trial = self._steps.at.state is State.CLOSURE
         for at, loss, whose in owned:
-            _tell_loss(self, self._losses.note(loss, at, whose=whose or "", is_sampled=sampled is not None), loss)
+            noted = self._losses.note(loss, at, whose=whose or "", is_sampled=sampled is not None, is_trial=is_trial)
+            _tell_loss(self, noted, loss)
 
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
         """An optimizer is about to step: in a sampled step gradients and weights are counted, and NaN looked for."""
