@@ -320,6 +320,13 @@ def test_names_of_torchvision_that_may_mean_another_node_are_refused():
     assert torch.equal(kept["tanh"], kept["relu:output"].tanh())
 
 
+def test_a_layer_of_baukits_trace_that_was_not_called_is_told_also_where_it_stops():
+    model, x = Net(), torch.randn(2, 3, 4, 4)
+    model.spare = nn.Linear(3, 3)
+    with pytest.raises(gaff.NeverFiredError, match="'spare' never fired"), TraceDict(model, ["spare", "fc"], stop=True):
+        model(x)
+
+
 def test_what_baukit_does_otherwise_is_told():
     model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
     with pytest.raises(gaff.PlanError, match="nothing is kept outside of the block: expected with Trace"):

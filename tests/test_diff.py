@@ -1254,3 +1254,13 @@ def test_the_same_numbers_in_another_shape_are_another_input():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Softmax(0), nn.Flatten(0)), torch.randn(2, 6, 4)
     found = gaff.diff(gaff.trace(model, x), gaff.trace(model, x.view(3, 4, 4)))
     assert "they were given different inputs: shape 2x6x4 against 3x4x4" in found.verdict
+
+
+def test_modules_whose_names_are_odd_digits_are_paired():
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential())
+        models[-1].add_module("²", nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    assert not gaff.diff(gaff.trace(models[0], x), gaff.trace(models[1], x))

@@ -269,16 +269,25 @@ def test_points_are_named_for_trackers(tmp_path):
 
 def test_findings_are_told_when_they_change_and_hold_no_markup(tmp_path):
     run = MadeRun(tmp_path / "run")
-    record, findings = gaff.load(tmp_path / "run"), Findings()
-    assert findings.news(record) is None
+    record, findings, told = gaff.load(tmp_path / "run"), Findings(), []
+    findings.tell(record, told.append)
+    assert told == []
     run.finding(1, site="<script>\n# x\u2028# y")
     record.refresh()
-    found = findings.news(record)
+
+    def fails(found):
+        raise OSError("no connection")
+
+    with pytest.raises(OSError, match="no connection"):
+        findings.tell(record, fails)
+    findings.tell(record, told.append)
+    [found] = told
     assert found[0][:2] == ["warning", "dead_units"]
     lines = as_text(found).splitlines()
     assert lines[0] == "**warning: dead_units**"
     assert all(not line or line.startswith("    ") for line in lines[1:])
-    assert findings.news(record) is None
+    findings.tell(record, told.append)
+    assert len(told) == 1
     run.log.close()
 
 
@@ -408,3 +417,10 @@ def test_steps_that_only_the_ring_of_a_killed_run_has_are_rows_too(tmp_path):
 def test_findings_of_names_with_a_number_behind_a_dot_do_not_meet():
     assert findings_path("out/lr0.1").name == "lr0.1.findings.jsonl"
     assert findings_path("out/a.csv").name == "a.findings.jsonl"
+
+
+@pytest.mark.parametrize("name", ["a\0b.csv", "x" * 300 + ".csv"])
+def test_a_name_that_no_file_can_have_is_refused(tmp_path, name):
+    record = gaff.load(make(tmp_path / "run"))
+    with pytest.raises(gaff.RecordError, match="is no name of a file"):
+        to_csv(record, tmp_path / name)

@@ -1,7 +1,9 @@
 """What runs a model to look at it leaves the model as it was, its weights, too."""
 
+import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -89,3 +91,66 @@ def test_a_module_that_the_run_itself_adds_is_told(backward):
     again = gaff.trace(model, torch.ones(2, 3), backward=backward)
     assert "head" in {row.site for row in again.rows}
     assert not again.notes
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        seeded = {"NumPy": np.random.default_rng(0), "NumPy's older": np.random.RandomState(0),
+                  "Python": random.Random(0), "torch": torch.Generator().manual_seed(0)}  # fmt: skip
+        self.kept, self.kind = [seeded[kind]], kind
+
+    def forward(self, x):
+        source = self.kept[0]
+        if self.kind == "torch":
+            return x + torch.randn(1, generator=source)
+        return x + (source.random() if self.kind == "Python" else float(source.normal()))
+
+
+@pytest.mark.parametrize("kind", ["NumPy", "NumPy's older", "Python", "torch"])
+def test_generators_that_modules_keep_are_where_they_were(kind):
+    model, twin, x = nn.Sequential(Noisy(kind)), nn.Sequential(Noisy(kind)), torch.zeros(1, 1)
+    gaff.trace(model, x)
+    gaff.sites(model, x, ops=True)
+    assert torch.equal(model(x), twin(x))
+
+
+class Holding(nn.Module):
+    def __init__(self, held, writes=False):
+        super().__init__()
+        self.register_buffer("held", held)
+        self.register_buffer("count", torch.tensor(0))
+        self.writes = writes
+
+    def forward(self, x):
+        self.count += 1
+        if self.writes:
+            self.held.zero_()
+        return x * 2
+
+
+def odd_buffers():
+    weights = torch.eye(4)
+    yield torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    yield torch.quantize_per_channel(weights, torch.ones(4), torch.zeros(4), 0, torch.quint8)
+    yield torch.zeros(4, dtype=torch.uint8).view(torch.uint4)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, that nested tensors are a prototype
+@pytest.mark.parametrize("at", range(3))
+def test_buffers_that_torch_cannot_compare_or_copy_keep_nothing_from_being_restored(at):
+    model = nn.Sequential(Holding(list(odd_buffers())[at]))
+    gaff.trace(model, torch.ones(2))
+    assert model[0].count.item() == 0
+
+
+def test_a_buffer_that_cannot_be_copied_and_was_written_to_is_told(monkeypatch):
+    def fails(self):
+        raise NotImplementedError("clone")
+
+    model = nn.Sequential(Holding(torch.ones(4), writes=True))
+    monkeypatch.setattr(torch.Tensor, "clone", fails)
+    trace = gaff.trace(model, torch.ones(2))
+    assert any("changed parameters: held" in note for note in trace.notes), trace.notes

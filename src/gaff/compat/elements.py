@@ -114,7 +114,7 @@ def has_bits(one: Tensor, other: Tensor) -> bool:
 
     Waits for a device.
     """
-    if one.shape != other.shape or one.dtype != other.dtype or not (is_plain(one) and is_plain(other)):
+    if not (is_plain(one) and is_plain(other)) or one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(words(one), words(other))
 

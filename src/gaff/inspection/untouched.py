@@ -10,8 +10,10 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +36,8 @@ def untouched(model: nn.Module, inputs: Iterable[Tensor] = (), notes: list[str] 
 
     They are put back however the block is left. Every buffer is copied once. ``.grad`` is None inside, so that
     backward adds to nothing; afterwards the tensors from before are back, the same objects. Random states: torch on
-    the CPU and on all GPUs where CUDA is initialised, generators that modules keep as attributes, Python's, and
-    NumPy's where it is loaded.
+    the CPU and on all GPUs where CUDA is initialised, Python's, NumPy's where it is loaded, and generators of all three
+    that modules keep as attributes, by themselves or in a list or dict.
     """
     modules = list(model.modules())
     buffers = [_Buffers(module) for module in modules]
@@ -46,10 +48,8 @@ def untouched(model: nn.Module, inputs: Iterable[Tensor] = (), notes: list[str] 
     modes = [(module, module.training) for module in modules if hasattr(module, "training")]  # frozen TorchScript: none
     leaves = [tensor for tensor in (*model.parameters(), *inputs) if tensor.is_leaf and tensor.requires_grad]
     gradients = [tensor.grad for tensor in leaves]
-    numpy = sys.modules.get("numpy")
-    state = random.getstate(), numpy.random.get_state() if numpy is not None else None
-    generators = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Generator)]
-    generator_states = [generator.get_state() for generator in generators]
+    known = [_random_state(source) for source in (random, *_kept_by(modules))]
+    random_states = [put_back for put_back in known if put_back is not None]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     for tensor in leaves:
         tensor.grad = None
@@ -57,22 +57,39 @@ def untouched(model: nn.Module, inputs: Iterable[Tensor] = (), notes: list[str] 
         with unseen(), torch.random.fork_rng(devices=devices):
             yield
     finally:
-        random.setstate(state[0])
-        if numpy is not None:
-            numpy.random.set_state(state[1])
-        for generator, known in zip(generators, generator_states, strict=True):
-            generator.set_state(known)
+        for put_back in random_states:
+            put_back()
         for tensor, grad in zip(leaves, gradients, strict=True):
             put_gradient(tensor, grad)
         for module, training in modes:
             module.training = training
-        for saved in buffers:
-            saved.restore()
+        lost = [name for saved in buffers for name in saved.restore()]
         for weight, before in shortened.items():
             write_back(weight, before)
-        if changed := weights.changed():
+        if changed := [*weights.changed(), *lost]:
             told = WRITTEN.format(", ".join(changed[:5]))
             warnings.warn(f"gaff: {told}", stacklevel=3) if notes is None else notes.append(told)
+
+
+def _kept_by(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """What may draw random numbers: NumPy, and all that modules have as attributes, in their lists and dicts too."""
+    yield getattr(sys.modules.get("numpy"), "random", None)
+    for value in (value for module in modules for value in vars(module).values()):
+        yield from value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+
+
+def _random_state(source: Any) -> Callable[[], object] | None:
+    """What puts a source of random numbers back to where it is now; None for anything else."""
+    if isinstance(source, torch.Generator):
+        return partial(source.set_state, source.get_state())
+    if source is random or isinstance(source, random.Random):
+        return partial(source.setstate, source.getstate())
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and (source is numpy or isinstance(source, numpy.RandomState)):
+        return partial(source.set_state, source.get_state())
+    if numpy is not None and isinstance(source, numpy.Generator):
+        return partial(setattr, source.bit_generator, "state", source.bit_generator.state)
+    return None
 
 
 class _Weights:
@@ -117,10 +134,15 @@ class _Buffers:
         self._module = module
         self._owned = dict(module._buffers)
         self._hidden = set(module._non_persistent_buffers_set)
-        self._copies = {name: tensor.detach().clone() for name, tensor in self._owned.items() if tensor is not None}
+        self._copies = {name: _copied(tensor) for name, tensor in self._owned.items() if tensor is not None}
+        owned = [(name, tensor) for name, tensor in self._owned.items() if tensor is not None]
+        self._versions = [(name, one, version_of(one)) for name, one in owned if self._copies[name] is None]
 
-    def restore(self) -> None:
-        """Take away buffers that are new, put back those that were replaced, and write back those whose bits differ."""
+    def restore(self) -> list[str]:
+        """Take away buffers that are new, put back those that were replaced, and write back those whose bits differ.
+
+        Returns the names of those that were written to, and cannot be copied.
+        """
         owned = self._module._buffers
         for name in [name for name in owned.keys() if name not in self._owned]:  # noqa: SIM118  # TorchScript's
             del owned[name]
@@ -128,6 +150,15 @@ class _Buffers:
         self._module._non_persistent_buffers_set.update(self._hidden)
         for name, tensor in self._owned.items():
             owned[name] = tensor
-            if tensor is None:
-                continue
-            write_back(tensor, self._copies[name])
+            copy = self._copies.get(name)
+            if tensor is not None and copy is not None:
+                write_back(tensor, copy)
+        return [name for name, one, version in self._versions if version_of(one) != version]
+
+
+def _copied(tensor: Tensor) -> Tensor | None:
+    """A copy; None of a kind that torch cannot copy, as some quantised ones, or numbers of four bits."""
+    try:
+        return tensor.detach().clone()
+    except (RuntimeError, NotImplementedError):
+        return None

@@ -9,8 +9,8 @@ from typing import Any
 
 from gaff.errors import PlanError
 
-_FORMATS = {".csv", ".gif", ".htm", ".html", ".jpeg", ".jpg", ".json", ".md", ".npy", ".npz", ".pdf", ".pkl", ".png",
-            ".pt", ".pth", ".safetensors", ".svg", ".tsv", ".txt", ".xlsx"}  # fmt: skip
+_FORMATS = {".csv", ".gif", ".htm", ".html", ".jpeg", ".jpg", ".json", ".md", ".npy", ".npz", ".parquet", ".pdf",
+            ".pkl", ".png", ".pt", ".pt2", ".pth", ".safetensors", ".svg", ".tsv", ".txt", ".xlsx"}  # fmt: skip
 
 
 def ending(path: str | PathLike[str], *known: str) -> str:

@@ -167,8 +167,13 @@ class TraceDict(Mapping[str, LayerValues]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        if self._asked.stop and isinstance(error, LastLayer):
+            self._stack.__exit__(
+                None, None, None
+            )  # as the end of the run that was asked for: all must have been called
+            return True
         self._stack.__exit__(kind, error, trace)
-        return self._asked.stop and isinstance(error, LastLayer)
+        return False
 
     def _change(self, layer: str) -> Callable[[Tensor], Tensor]:
         """What happens at a layer: its output is changed, and may be the last that is wanted."""

@@ -114,6 +114,12 @@ def _write(
     Either file takes its name only when it is complete: a failure halfway leaves an older one as it was.
     """
     check(record, sites, stats)
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass  # it is to be made
+    except (OSError, ValueError) as error:  # too long, or with what no file system takes
+        raise RecordError(f"{str(path)!r:.80} is no name of a file: {error!s:.60}") from None
     if path.is_dir():
         raise RecordError(f"{str(path)!r} is a folder: expected the path of a file")
     if path.exists() and not path.is_file():

@@ -112,7 +112,7 @@ def moves(found: Iterable[tuple[str, str]], paths: tuple[set[str], set[str]]) ->
     for both in found:
         parts = both[0].split("."), both[1].split(".")
         for at, (one, other) in enumerate(zip(*parts, strict=False)):
-            if one.isdigit() and other.isdigit():
+            if one.isdecimal() and other.isdecimal():
                 around = ".".join(parts[0][:at]), ".".join(parts[1][:at])
                 lists.setdefault(around, {})[int(one)] = int(other)
             elif one != other:
@@ -122,7 +122,7 @@ def moves(found: Iterable[tuple[str, str]], paths: tuple[set[str], set[str]]) ->
         if all(one == other for one, other in numbers.items()):
             continue
         inside = {path.removeprefix(f"{here}." if here else "") for path in paths[0] if path.startswith(here)}
-        for number in sorted(int(name) for name in inside if name.isdigit()):
+        for number in sorted(int(name) for name in inside if name.isdecimal()):
             before = max((one for one in numbers if one <= number), default=None)
             after = min((one for one in numbers if one >= number), default=before)
             far = {0} if before is None else {numbers[before] - before}
@@ -138,4 +138,4 @@ def is_in_lists(address: str, members: Iterable[str]) -> bool:
     path = parse_site(address).path
     lists = {member.rpartition(".")[0] for member in members}
     inside = (path[len(one) :].lstrip(".") for one in lists if path.startswith(f"{one}." if one else ""))
-    return any(rest[:1].isdigit() for rest in inside)
+    return any(rest[:1].isdecimal() for rest in inside)
