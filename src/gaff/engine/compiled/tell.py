@@ -311,7 +311,8 @@ def _take_away() -> None:
     """
     for hook in [one for one in gc.get_objects() if type(one) is FunctionType and one.__code__ is _ARRIVED]:
         ticket = (hook.__closure__ or ())[_ARRIVED.co_freevars.index("ticket")].cell_contents
-        for table in gc.get_referrers(hook) if int(ticket) not in _RECEIVERS else ():
+        is_known = type(ticket) is not Tensor or int(ticket) in _RECEIVERS  # while torch traces it is none
+        for table in gc.get_referrers(hook) if not is_known else ():
             for key in [key for key, one in table.items() if one is hook] if type(table) is OrderedDict else ():
                 del table[key]
 

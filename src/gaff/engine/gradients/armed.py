@@ -106,7 +106,7 @@ class Armed:
         return self.is_dead() or (self.life is not None and self.life() is None)
 
     def let_go(self, *, is_shared: bool) -> None:
-        """Listen no more; ``is_shared``: the hook is that of a chain of edits, which has others."""
+        """Listen no more; ``is_shared``: the hook is that of a chain of edits, which takes it away."""
         if not is_shared:
             self.remove()
         self.handle = None
