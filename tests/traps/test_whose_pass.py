@@ -111,12 +111,17 @@ class Square(nn.Module):
         return x * x
 
 
-def test_a_penalty_on_one_run_beside_the_loss_of_another_is_refused_for_the_first():
+@pytest.mark.parametrize("between", [0, 40])
+def test_a_penalty_on_one_run_beside_the_loss_of_another_is_refused_for_the_first(between):
+    """Also where so many runs have come between that some are forgotten."""
     model, x = nn.Sequential(Square()), torch.tensor([3.0], requires_grad=True)
     with gaff.capture(model, SITE) as got:
-        first, second = model(x), model(x)
+        first = model(x)
         (slope,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+        for _ in range(between):
+            model(x).sum().backward()
+        second = model(x)
         (slope.pow(2).sum() + second.sum()).backward()
-    assert got.run(1).all(SITE)[0].item() == 30
-    with pytest.raises(gaff.ExactnessError, match="2 runs used this leaf, and nothing tells whose pass"):
+    assert got.run(between + 1).all(SITE)[0].item() == 30
+    with pytest.raises(gaff.ExactnessError, match="runs used this leaf, and nothing tells whose pass"):
         got.run(0).all(SITE)

@@ -302,7 +302,7 @@ class Meetings:
             is_told = bool(seen) and all(any(number in one.made for one in seen) for number in due)
             return False if is_told and not any(number in run.made for number in due) else None
         owners = [self._makers_of(number) for number in due]
-        if any(number >= run.again_since for number, runs in zip(due, owners, strict=True) if not runs):
+        if any(number >= run.again_since for number, runs in zip(due, owners, strict=True) if runs <= {None}):
             return None
         if any(run in runs for runs in owners):
             return None if any(len(runs) > 1 for runs in owners if run in runs) else True
