@@ -140,7 +140,7 @@ def test_passes_beyond_the_first_sixty_are_still_known(passes):
     assert set(found) == {8.0}
 
 
-def test_a_run_whose_feature_was_collected_is_told_the_total_of_its_pass_with_another_one():
+def test_a_run_whose_feature_was_collected_is_not_told_none_for_another_one():
     kept = []
 
     class Collects(nn.Module):
@@ -153,7 +153,9 @@ def test_a_run_whose_feature_was_collected_is_told_the_total_of_its_pass_with_an
         first, second = model(x), model(x)
         (kept[0].sum() + second.sum()).backward()
     assert first.requires_grad
-    assert got.run(1)["0:input_grad"].tolist() == got.run(0)["0:input_grad"].tolist() == [[9.0, 9.0]]
+    assert got.run(1)["0:input_grad"].tolist() == [[9.0, 9.0]]
+    with pytest.raises(gaff.ExactnessError, match="2 runs used this leaf"):
+        got.run(0)["0:input_grad"]
 
 
 def test_calls_without_grad_mode_leave_no_hook_and_edit_nothing():
@@ -291,3 +293,47 @@ def test_many_passes_inside_one_do_not_make_its_run_forgotten():
         first.sum().backward()
         (2 * second).sum().backward()
     torch.testing.assert_close(got.run(1)[":input_grad"], 2 * got.run(0)[":input_grad"])
+
+
+def test_an_image_whose_features_a_hook_collects_gets_the_total_of_each_step():
+    """As for the transfer of a style: no loss goes by what the model has returned, and one part of it by no model."""
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), torch.randn(3, 4, requires_grad=True)
+    features, truth = [], []
+    handle = model[1].register_forward_hook(lambda module, args, output: features.append(output))
+    with gaff.capture(model, ":input_grad") as got:
+        for _ in range(40):
+            x.grad = None
+            features.clear()
+            model(x)
+            (features[0].pow(2).mean() + x.diff().abs().sum()).backward()
+            truth.append(x.grad.clone())
+            with torch.no_grad():
+                x -= 0.1 * x.grad
+    handle.remove()
+    assert all(torch.equal(got.run(run)[":input_grad"], expected) for run, expected in enumerate(truth))
+
+
+class Memory(nn.Module):
+    """Makes something of a leaf once, and uses it in each later run, too, as autocast does with its copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = self.auxiliary = None
+
+    def forward(self, x):
+        self.kept = x * 3.0 if self.kept is None else self.kept
+        self.auxiliary = self.kept.pow(2).sum()
+        return x * 2.0
+
+
+def test_what_a_run_makes_of_what_another_has_kept_is_told_to_none_of_them():
+    model, x = Memory(), torch.ones(1, 2, requires_grad=True)
+    with gaff.capture(model, ":input_grad") as got:
+        first = model(x)
+        second = model(x)
+        model.auxiliary.backward()
+    assert first.requires_grad
+    assert second.requires_grad
+    for run in range(2):
+        with pytest.raises(gaff.ExactnessError, match="2 runs used this leaf"):
+            got.run(run)[":input_grad"]

@@ -224,11 +224,12 @@ class Meetings:
 
     What one run alone met is that run's. Where several did, each has a hook of its own on it, and all of them fire;
     which run's pass it is, is known by then: a gradient of what the call made of the tensor has come by before
-    (``Gradients.mark``). Of a pass that has come by none of that the nodes tell which hand the tensor its gradient. One
-    pass over several runs sums their gradients before the tensor hears of them; that total is told to each of these.
+    (``Gradients.mark``). A pass that has come by none of that is the run's which has made nodes of it, if one alone
+    has. One pass over several runs sums their gradients before the tensor hears of them; that total is told to each of
+    these.
 
-    Of what is over the last calls are kept (``_LAST``), and of runs that none of them is of the end of what they made,
-    by thread (``_forgotten``): nodes before it may be theirs.
+    Of what is over the last calls are kept (``_LAST``), and of runs that none of them is of the numbers among which
+    their nodes are, by thread (``_forgotten``).
     """
 
     def __init__(self, tensor: Tensor, ended: EndedGraphs) -> None:
@@ -239,9 +240,9 @@ class Meetings:
         self._prune_at = 1
         self._kind = "leaf" if tensor.is_leaf else "tensor"
         self._position = tensor.output_nr
-        self._forgotten: dict[int, int] = {}
+        self._forgotten: dict[int, range] = {}
         self._asked = (-1, -1)  # the pass that was asked about last, and the number of the node that has run
-        self._due: list[int] | None = None  # what was told of it
+        self._told: tuple[list[int] | None, set[Run | None]] = None, set()
 
     def add(self, armed: Armed, *, is_shared: bool) -> None:
         """Note one more call, and now and then let go of those that are over; ``is_shared`` is for ``Armed.let_go``."""
@@ -255,8 +256,8 @@ class Meetings:
             one.let_go(is_shared=is_shared)
             self._runs[one.run] -= 1
             if not self._runs[one.run]:
-                thread = one.run.thread
-                self._forgotten[thread] = max(one.run.made.stop, self._forgotten.get(thread, 0))
+                made, known = one.run.made, self._forgotten.get(one.run.thread, one.run.made)
+                self._forgotten[one.run.thread] = range(min(made.start, known.start), max(made.stop, known.stop))
                 del self._runs[one.run]
         self._calls = [one for one in self._calls if id(one) not in gone]
         self._prune_at = len(self._calls) + max(1, len(self._calls) // 64)
@@ -281,50 +282,49 @@ class Meetings:
         is_any = getattr(self.tensor(), "is_of_any_run", False)
         seen = gradients.runs_of(autograd.backward_task())
         is_alone = len(self._runs) == 1 and not self._forgotten and not is_any
-        is_its = True if armed.run in seen or is_alone else self._is_its(armed.run, gradients, seen, is_any=is_any)
+        is_its = armed.run in seen or is_alone or self._is_its(armed.run, gradients, seen, is_any=is_any)
         if is_its is None:
-            count = "some" if is_any else len(self._runs) if len(self._runs) > 1 else "several"
+            count = "some" if is_any or len(self._runs) == 1 else len(self._runs)
             armed.refuse(f"{count} runs used this {self._kind}, and nothing tells whose pass it was")
         elif is_its:
             gradients.heard(armed.run)
         return bool(is_its)
 
     def _is_its(self, run: Run, gradients: Passes, seen: Collection[Run], *, is_any: bool) -> bool | None:
-        """Whether the pass is one of the run, by the nodes that hand the tensor its gradient; None where they do not
-        tell. ``seen``: the runs of what it has come by; ``is_any``: it is not known which runs met the tensor.
+        """Whether the pass is one of the run, by its nodes; None where they do not tell, as where the run uses what
+        another has made, and kept. ``seen``: the runs of what it has come by; ``is_any``: it is not known which runs
+        met the tensor.
 
         A node that a differentiable pass of a run may have made, and no run in its forward, may be one of that run's.
         """
-        due = self._numbers_due(gradients)
+        due, touched = self._told_by(gradients)
         if due is None:
             return None
         if is_any:  # what none of the runs seen has made may be this run's, too
             is_told = bool(seen) and all(any(number in one.made for one in seen) for number in due)
             return False if is_told and not any(number in run.made for number in due) else None
-        owners = [self._makers_of(number) for number in due]
-        if any(number >= run.again_since for number, runs in zip(due, owners, strict=True) if runs <= {None}):
+        if any(number >= run.again_since and self._makers_of(number) <= {None} for number in due):
             return None
-        if any(run in runs for runs in owners):
-            return None if any(len(runs) > 1 for runs in owners if run in runs) else True
-        is_others = any(runs and None not in runs for runs in owners) or any(one in self._runs for one in seen)
-        return False if is_others else None
+        if any(one in self._runs for one in seen):  # one of the others; what this run has made it may use, too
+            return None if any(number in run.made for number in due) else False
+        return None if len(touched) != 1 or None in touched else run in touched
 
     def _makers_of(self, number: int) -> set[Run | None]:
         """The runs that may have made the node of this number: each thread counts its own. None: one forgotten."""
-        runs: set[Run | None] = {one for one in self._runs if number in one.made}
-        threads = {one.thread for one in runs if one is not None}
-        is_forgotten = any(number < stop for thread, stop in self._forgotten.items() if {thread} != threads)
-        return {*runs, None} if is_forgotten else runs
+        runs = {one for one in self._runs if number in one.made}
+        others = (made for thread, made in self._forgotten.items() if {thread} != {one.thread for one in runs})
+        return {*runs, *([None] if any(number in made for made in others) else ())}
 
-    def _numbers_due(self, gradients: Passes) -> list[int] | None:
-        """The numbers of the nodes that hand the tensor its gradient in this pass; None where nothing tells them."""
-        node = autograd.current_node()
+    def _told_by(self, gradients: Passes) -> tuple[list[int] | None, set[Run | None]]:
+        """The numbers of the nodes that hand the tensor its gradient in this pass, None where nothing tells them; and
+        the runs that may have made any node of the pass."""
+        node, graph = autograd.current_node(), gradients.pass_graph
         asked = autograd.backward_task(), -1 if node is None else autograd.sequence_of(node)
         if asked != self._asked:
-            nodes = gradients.pass_graph.handing_to(self._position)
+            nodes = graph.handing_to(self._position)
             due = None if nodes is None else [autograd.sequence_of(one) for one in nodes if autograd.is_due(one)]
-            self._asked, self._due = asked, due
-        return self._due
+            self._asked, self._told = asked, (due, set().union(*map(self._makers_of, graph.numbers)))
+        return self._told
 
 
 class EndedGraphs:

@@ -74,10 +74,14 @@ def find_feeding(
 
 
 class PassGraph:
-    """The graph of the backward pass in progress, walked once when it is first asked for, and let go with the pass."""
+    """The graph of the backward pass in progress, walked once when it is first asked for, and let go with the pass.
+
+    ``numbers``: the sequence numbers of its nodes, but for accumulators, once that was asked for.
+    """
 
     def __init__(self) -> None:
         self._task = -1
+        self.numbers: list[int] = []
         self._known: dict[tuple[Node | None, int], list[Node]] | None = None
 
     def handing_to(self, position: int) -> list[Node] | None:
@@ -88,20 +92,22 @@ class PassGraph:
         """
         task = autograd.backward_task()
         if task != self._task:
-            roots = autograd.roots_of_passes()
-            self._task, self._known = task, _by_edge(roots) if roots else None
+            self.numbers, roots = [], autograd.roots_of_passes()
+            self._task, self._known = task, _by_edge(roots, self.numbers) if roots else None
             autograd.at_backward_end(self.let_go)
         return None if self._known is None else self._known.get((autograd.current_node(), position), [])
 
     def let_go(self) -> None:
         """Forget the nodes: they hold the graph."""
-        self._task, self._known = -1, None
+        self._task, self._known, self.numbers = -1, None, []
 
 
-def _by_edge(roots: list[Node]) -> dict[tuple[Node | None, int], list[Node]]:
-    """All nodes behind ``roots``, by what they hand a gradient to."""
+def _by_edge(roots: list[Node], numbers: list[int]) -> dict[tuple[Node | None, int], list[Node]]:
+    """All nodes behind ``roots``, by what they hand a gradient to; their sequence numbers go into ``numbers``."""
     found: dict[tuple[Node | None, int], list[Node]] = {}
     for node in autograd.nodes_behind(roots):
+        if (number := autograd.sequence_of(node)) < NEVER:
+            numbers.append(number)
         for edge in node.next_functions:
             if edge[0] is not None:
                 found.setdefault(edge, []).append(node)
