@@ -233,6 +233,7 @@ FROZEN = "DistributedDataParallel takes no model without a parameter that is tra
 UNUSED = "DistributedDataParallel refuses parameters that get no gradient"
 
 REPLICATED = {
+    "test_an_image_whose_features_a_hook_collects_gets_the_total_of_each_step": UNUSED,
     "test_a_run_of_which_one_output_is_gone_still_has_its_pass": "DDP wants all that a model returns in each pass",
     "test_edits_of_several_sessions_stand_in_one_upon_the_other": "DistributedDataParallel wants every parameter used",
     "test_a_checkpointed_function_is_recomputed_with_what_stood_in": "DistributedDataParallel wants a pass for each run",
