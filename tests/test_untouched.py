@@ -148,7 +148,7 @@ def test_buffers_that_torch_cannot_compare_or_copy_keep_nothing_from_being_resto
 
 def test_a_buffer_that_cannot_be_copied_and_was_written_to_is_told(monkeypatch):
     def fails(self):
-        raise NotImplementedError("clone")
+        raise NotImplementedError("clone")  # as torch does for kinds that it cannot copy
 
     model = nn.Sequential(Holding(torch.ones(4), writes=True))
     monkeypatch.setattr(torch.Tensor, "clone", fails)

@@ -160,5 +160,5 @@ def _copied(tensor: Tensor) -> Tensor | None:
     """A copy; None of a kind that torch cannot copy, as some quantised ones, or numbers of four bits."""
     try:
         return tensor.detach().clone()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # as torch raises of either kind; who calls tells of it
         return None
