@@ -457,3 +457,35 @@ def test_a_rare_target_beside_zeros_is_not_told_as_a_large_input(tmp_path):
     told, rules = told_of(tmp_path, model, torch.optim.Adam(model.parameters(), 1e-2), loss_of)
     assert "loss_spike" in rules
     assert "times as large" not in str(gaff.load(tmp_path / "run").findings), told
+
+
+class Root(nn.Module):
+    """Has an infinite slope where it returns 0."""
+
+    def forward(self, x):
+        return x.square().sqrt()
+
+
+class Careful(torch.optim.Adam):
+    """Makes no step with a gradient that is not finite."""
+
+    def step(self, closure=None):
+        if all(one.grad.isfinite().all() for group in self.param_groups for one in group["params"]):
+            super().step(closure)
+
+
+def test_a_gradient_that_an_op_of_the_backward_makes_not_finite_is_not_left_out_of_the_loss(tmp_path):
+    """The losses stay finite and fall, since such steps change nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4, bias=False), Root())
+    optimizer, truth = Careful(model.parameters(), 1e-2), torch.rand(4)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=4, tell=lambda line: None):
+        for step in range(160):
+            x = torch.rand(32, 8) * (0.0 if step in (40, 41, 42, 43) else 1.0)
+            loss = (model(x) - truth).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    told = gaff.load(tmp_path / "run").verdict
+    assert "may be left out on purpose" not in told.cause, told
+    assert told.name == "nonfinite", told

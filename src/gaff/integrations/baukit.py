@@ -168,9 +168,7 @@ class TraceDict(Mapping[str, LayerValues]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if self._asked.stop and isinstance(error, LastLayer):
-            self._stack.__exit__(
-                None, None, None
-            )  # as the end of the run that was asked for: all must have been called
+            self._stack.__exit__(None, None, None)  # where the run was to end: all layers must have been called
             return True
         self._stack.__exit__(kind, error, trace)
         return False

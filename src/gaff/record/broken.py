@@ -32,6 +32,7 @@ def _is_outside(finding: Finding | None) -> bool:
 
 
 def _is_left_out(finding: Finding, case: RunCase) -> bool:
-    """Whether outputs alone were not finite, while all losses were, and have fallen."""
+    """Whether outputs alone were not finite, and no gradient, while all losses were, and have fallen."""
     is_finite = all(curve.nonfinite_since is None for curve in case.losses.values())
-    return is_of_output(finding.site) and is_finite and has_learned(case)
+    is_forward = is_of_output(finding.site) and finding.evidence.get("direction") != "backward"
+    return is_forward and is_finite and has_learned(case)

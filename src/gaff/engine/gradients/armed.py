@@ -228,8 +228,8 @@ class Meetings:
     has. One pass over several runs sums their gradients before the tensor hears of them; that total is told to each of
     these.
 
-    Of what is over the last calls are kept (``_LAST``), and of runs that none of them is of the numbers among which
-    their nodes are, by thread (``_forgotten``).
+    Of calls that are over the last ones are kept (``_LAST``); of runs of which none is left, the range of the numbers
+    of their nodes, by thread (``_forgotten``).
     """
 
     def __init__(self, tensor: Tensor, ended: EndedGraphs) -> None:
