@@ -404,6 +404,9 @@ def test_the_rank_that_was_gone_first_is_told_where_a_launcher_stopped_the_other
     [finding] = load(tmp_path).findings
     assert (finding.rule, finding.rank, finding.since) == ("rank_lost", 1, 12)
     assert finding.message == "rank 1 ended first (SIGKILL), and the launcher stopped the others"
+    (tmp_path / "run.json").write_text(json.dumps({**head, "gone": {"rank": 1, "how": ""}}))
+    [finding] = load(tmp_path).findings
+    assert finding.message == "rank 1 ended first (it was not seen how), and the launcher stopped the others"
     for odd in (7, {"rank": 5, "how": "x"}, {}):
         (tmp_path / "run.json").write_text(json.dumps({**head, "gone": odd}))
         assert load(tmp_path).findings == []

@@ -36,8 +36,6 @@ from gaff.views import run_text
 from gaff.views.text import fitting, printable
 
 _IDLE_S = 600
-_GLANCE_S = 0.02  # torchrun takes notice of an ended process within a tenth of a second
-_SEARCH_S = 0.5  # while there is none to look at
 _ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 _FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGQUIT")
 
@@ -247,12 +245,12 @@ def _wait(child: subprocess.Popen[Any], processes: Processes) -> int:
             number = getattr(signal, name)
             known[number] = signal.signal(number, hand_on)
     try:
-        while True:
-            try:
-                return child.wait(_GLANCE_S if processes.has_ranks else _SEARCH_S)
-            except subprocess.TimeoutExpired:
-                processes.look()
+        while (code := child.poll()) is None:
+            processes.wait()
+            processes.look()
+        return code
     finally:
+        processes.close()
         for number, before in known.items():
             signal.signal(number, before)
 

@@ -1,56 +1,89 @@
 """Which process of a launched run was gone first: a launcher then stops all others, and none of them can say so.
 
-Read from ``/proc``; where there is none (not on Linux) nothing is told.
+Read from ``/proc``; where there is none (not on Linux) nothing is told. How a process ended is to be read until its
+launcher asks for it, often within milliseconds: its end wakes whoever waits (``pidfd_open``), nothing is polled for.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _PROC = Path("/proc")
 _UNSEEN = "?"
+_SEARCH_S = 0.5  # how long to wait for a process to end, before processes are looked for again
+_FIRST_S = 0.02  # where only looking tells that one has ended: torchrun takes notice of it within a tenth of a second
 _AFTER = ("SIGTERM", "SIGINT", "SIGHUP", "SIGABRT")  # by which those end that are left, rather than the first
 
 
 class Processes:
     """The ranks below one process, as ``torchrun`` and the like name them to their workers by ``RANK``.
 
-    ``gone``: the first of them that ended otherwise than well, with how; None while there is none. ``are_told``: the
-    command was given a signal by which they end, all of them.
+    ``gone``: the first of them that ended otherwise than well, with how, which is empty where it had gone before that
+    was read, so that it may have ended well; None while there is none. ``are_told``: the command was given a signal by
+    which they end, all of them.
     """
 
     def __init__(self, parent: int) -> None:
         self._parent = parent
         self.are_told = False
         self._ranks: dict[int, int] = {}  # by process
-        self._others: set[int] = set()  # launchers, shells
-        self._has_missed = False  # one has ended unseen: it may be why others were stopped
+        self._has_missed = False  # several have ended unseen: any may be why others were stopped
+        self._ends: dict[int, int] = {}  # what tells of the end of a process, by process
         self.gone: dict[str, Any] | None = None  # the first that ended otherwise than well
 
-    @property
-    def has_ranks(self) -> bool:
-        """Whether any rank has been found so far."""
-        return bool(self._ranks)
+    def wait(self) -> None:
+        """Until the parent or one of the ranks that were seen at the last look has ended, or half a second."""
+        is_enough = self.gone is not None or self._has_missed
+        asked = {self._parent} if is_enough else {self._parent, *self._ranks}
+        for pid in self._ends.keys() - asked:
+            os.close(self._ends.pop(pid))
+        can_be_told = all(self._can_tell(pid) for pid in asked)
+        if can_be_told:
+            ends = select.poll()
+            for end in self._ends.values():
+                ends.register(end, select.POLLIN)
+            ends.poll(_SEARCH_S * 1000)
+        else:
+            time.sleep(_FIRST_S)
+
+    def close(self) -> None:
+        """Let go of what tells of ends."""
+        for end in self._ends.values():
+            os.close(end)
+        self._ends.clear()
+
+    def _can_tell(self, pid: int) -> bool:
+        """Whether the end of a process wakes whoever waits for it: not on old kernels, nor of one that has gone."""
+        if pid not in self._ends and hasattr(os, "pidfd_open"):
+            with suppress(OSError):
+                self._ends[pid] = os.pidfd_open(pid)
+        return pid in self._ends
 
     def look(self) -> None:
-        """Look which ranks there are, and which have ended. To be called often: an ended process is seen for a moment.
+        """Look which ranks there are, and which have ended. To be called at once when one has: it is seen for a moment.
 
         Of several that have ended since the last time the one that was killed counts as the first: those that talk
-        to it then fail by themselves.
+        to it then fail by themselves. One that can no longer be seen has gone before all that still can: a launcher
+        asks how one has ended before it stops the others.
         """
         if self.gone is not None or self._has_missed:
             return
         self._find(self._parent)
         ended = {pid: how for pid in self._ranks if (how := _ended(pid)) is not None}
         ranks = {pid: self._ranks.pop(pid) for pid in ended}
-        self._has_missed = _UNSEEN in ended.values()
-        well = ("", _UNSEEN, *(_AFTER if self.are_told else ()))
+        unseen = [ranks[pid] for pid, how in ended.items() if how == _UNSEEN]
+        self._has_missed = len(unseen) > 1
+        well = ("", *(_AFTER if self.are_told else ()))
         badly = [pid for pid, how in ended.items() if how not in well]
-        if badly and not self._has_missed:
+        if len(unseen) == 1 and not self.are_told:
+            self.gone = {"rank": unseen[0], "how": ""}
+        elif badly and not unseen:
             first = min(badly, key=lambda pid: (ended[pid] in _AFTER, not ended[pid].startswith("SIG")))
             self.gone = {"rank": ranks[first], "how": ended[first]}
 
@@ -70,13 +103,15 @@ class Processes:
         return found
 
     def _find(self, pid: int) -> None:
-        """Add the ranks below one process. Workers of workers, such as those of a DataLoader, are not ranks."""
+        """Add the ranks below one process. Workers of workers, such as those of a DataLoader, are not ranks.
+
+        What is no rank is asked each time: until a new process runs its program it has its launcher's environment.
+        """
         for child in _children(pid):
             if child in self._ranks:
                 continue
-            rank = _rank_of(child) if child not in self._others else None
+            rank = _rank_of(child)
             if rank is None:
-                self._others.add(child)
                 self._find(child)
             else:
                 self._ranks[child] = rank

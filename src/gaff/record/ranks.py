@@ -232,14 +232,15 @@ def _last(part: RankPart) -> int:
 def _gone_first(parts: Sequence[RankPart], head: Mapping[str, Any]) -> Finding | None:
     """The process that ``gaff watch`` has seen end before the others, as a finding.
 
-    None where it saw none, or where that process has written its own end, which says more.
+    None where it saw none, or where that process has written its own end, which says more: of its error, or that there
+    was none.
     """
     gone = head.get("gone")
     part = next((one for one in parts if isinstance(gone, dict) and one.own == gone.get("rank")), None)
-    if part is None or part.latest("end") is not None:  # which tells of its error
+    if part is None or part.latest("end") is not None:
         return None
     last = _last(part)
-    how = gone.get("how") if isinstance(gone, dict) else None
+    how = (gone.get("how") if isinstance(gone, dict) else None) or "it was not seen how"
     return Finding(
         rule="rank_lost",
         site="",
