@@ -439,6 +439,15 @@ def _softmax(model, x):
     return model(x).softmax(-1)
 
 
+def _ensemble(model, x):
+    return torch.stack([_softmax(model, x), _softmax(model, -x)])
+
+
+def _mixture(model, x):
+    experts = torch.stack([model(x), model(-x), model(2 * x)], 1).softmax(-1)
+    return _softmax(model, 3 * x)[:, :, None] * experts
+
+
 SOFT = torch.rand(8, 3).softmax(-1)
 
 
@@ -486,6 +495,20 @@ SOFT = torch.rand(8, 3).softmax(-1)
         (lambda model, x, y: F.cross_entropy(_softmax(model, x) * 20 + model(x), y), {"classes"}),
         (lambda model, x, y: F.binary_cross_entropy_with_logits(20 * model(x).sigmoid() - 10, SOFT), {"mean_of"}),
         (lambda model, x, y: F.cross_entropy(_softmax(model, x) * torch.ones(3), y), {"classes", "doubled"}),
+        (lambda model, x, y: F.cross_entropy(_ensemble(model, x).mean(0), y), {"classes", "doubled"}),
+        (lambda model, x, y: F.nll_loss(_ensemble(model, x).mean(0).log(), y), {"nll"}),
+        (
+            lambda model, x, y: F.cross_entropy((_softmax(model, x) + _softmax(model, -x)) / 2, y),
+            {"classes", "doubled"},
+        ),
+        (lambda model, x, y: F.cross_entropy(_softmax(model, x) + model(x), y), {"classes"}),
+        (lambda model, x, y: F.cross_entropy(_mixture(model, x).sum(1), y), {"classes", "doubled", "scores"}),
+        (lambda model, x, y: F.cross_entropy(_mixture(model, x).sum(-2), y), {"classes", "doubled", "scores"}),
+        (
+            lambda model, x, y: F.cross_entropy(_mixture(model, x).sum(2), y),
+            {"classes", "scores"},
+        ),  # how alike they are
+        (lambda model, x, y: F.cross_entropy(_mixture(model, x).sum(-1), y), {"classes", "scores"}),
     ],
 )
 def test_what_the_graph_behind_a_loss_tells(loss_of, told):

@@ -21,8 +21,10 @@ from gaff.training.watch.loss_terms import (
     is_view,
     name_of,
     part_over_classes,
+    signed,
     taken_from,
     terms_of,
+    without_average,
     without_smoothing,
 )
 from gaff.training.watch.models import Models
@@ -187,18 +189,13 @@ def _summed(chain: list[Any], names: list[str]) -> tuple[int, Tensor] | None:
     targets = kept_by(chain[first], "target")
     if targets is None:
         return None
-    count = (targets != _signed(getattr(chain[first], "_saved_ignore_index", -100))).sum()
+    count = (targets != signed(getattr(chain[first], "_saved_ignore_index", -100))).sum()
     return first, count if other is None else count / other.detach().to(count.device)
 
 
 def _is_sum(chain: list[Any], names: list[str]) -> bool:
     """Whether the first node of a chain adds up what comes: a sum, or a loss of torch's that does."""
     return names[:1] == ["SumBackward"] or (bool(chain) and getattr(chain[0], "_saved_reduction", 0) == _SUM)
-
-
-def _signed(number: int) -> int:
-    """A number of 64 bits that autograd's nodes tell without its sign."""
-    return number - ((number >> 63) << 64)
 
 
 def _is_mean(node: Any, names: list[str]) -> bool:
@@ -246,7 +243,7 @@ def _note_softmax(node: Any, name: str, found: dict[str, Any], *, is_end: bool, 
     ``is_end``: it is what the loss is given, and no weight of something else.
     """
     shape: Any = getattr(kept_by(node, "result"), "shape", ())
-    dim = _signed(node._saved_dim)
+    dim = signed(node._saved_dim)
     if is_end and shape and shape[dim] == 1:
         found["alone"] = {"loss": name, "shape": list(shape)}
     elif is_of_nll and len(shape) == 2 and shape[0] != shape[1] and dim == 0:
@@ -256,7 +253,7 @@ def _note_softmax(node: Any, name: str, found: dict[str, Any], *, is_end: bool, 
 def _note_axis(node: Any, name: str, found: dict[str, Any]) -> None:
     """Note a softmax of images over another dimension than the second, in which the loss looks for the classes."""
     shape: Any = getattr(kept_by(node, "result"), "shape", ())
-    dim = _signed(node._saved_dim) % max(1, len(shape))
+    dim = signed(node._saved_dim) % max(1, len(shape))
     if len(shape) > 2 and dim != 1:
         found["axis"], found["axis_dim"] = name, f"dimension {dim} of {list(shape)}"
 
@@ -285,7 +282,7 @@ def _bad(node: Any, name: str, targets: Tensor) -> str:
     if not targets.numel():
         return "the loss was given an empty batch"
     if name.startswith("NllLoss"):
-        ignored = _signed(getattr(node, "_saved_ignore_index", 0))
+        ignored = signed(getattr(node, "_saved_ignore_index", 0))
         is_mean = getattr(node, "_saved_reduction", 0) == 1
         is_empty = is_mean and bool((targets == ignored).all())
         return f"all {targets.numel()} targets of the cross entropy are {ignored}, which it ignores: a mean over none" \
@@ -436,7 +433,8 @@ def _note_behind(one: str, chain: list[Any], name: str, found: dict[str, Any], *
         found["nll"] = name
     if behind in _BOUNDS and one in ("LogSoftmaxBackward", "BinaryCrossEntropyWithLogitsBackward", *MEANS):
         found["bounded"] = {"loss": name, "by": _BOUNDS[behind], "is_pairwise": one in MEANS}
-    inner = next((name_of(other) for other in chain if not _is_kept(other)), "")
+    kept = next((at for at, other in enumerate(chain) if not _is_kept(other)), len(chain))
+    inner = next((name_of(other) for other in without_average(chain[kept:]) if not is_view(name_of(other))), "")
     first, then = [*(other for other in others if not is_view(other)), "", ""][:2]
     if (one, inner) in _TWICE:
         outer = "a log_softmax" if one == "LogSoftmaxBackward" else "a sigmoid"

@@ -139,6 +139,38 @@ def without_smoothing(chain: list[Any]) -> list[Any]:
     return terms[0] if first is not None and first is second and is_mean else chain
 
 
+def without_average(chain: list[Any]) -> list[Any]:
+    """The chain of the first of several softmaxes or sigmoids of which something is the sum or the mean, as that of an
+    ensemble is, or the mean by what another softmax weights them with; any other as it is."""
+    terms = terms_of(chain[0]) if chain else []
+    kinds = {next((name for one in term if not is_view(name := name_of(one))), "") for term in terms}
+    if len(terms) > 1 and kinds in ({"SoftmaxBackward"}, {"SigmoidBackward"}):
+        return terms[0]
+    plain = [one for one in chain if not is_view(name_of(one))][:2]
+    if list(map(name_of, plain)) != ["SumBackward", "MulBackward"]:
+        return chain
+    behind = [one for one, _ in plain[1].next_functions if one is not None]
+    ends = [next((one for one in chain_of(first) if not is_view(name_of(one))), first) for first in behind]
+    whole = [one for one in behind if name_of(one) == "SoftmaxBackward" and _axis(one) not in _axes(plain[0])]
+    is_mixture = len(ends) == 2 and all(name_of(one) == "SoftmaxBackward" for one in ends)
+    return chain_of(whole[0]) if is_mixture and whole else chain
+
+
+def _axis(softmax: Any) -> int:
+    return signed(softmax._saved_dim) % max(1, len(softmax._input_metadata[0].shape))
+
+
+def _axes(total: Any) -> list[int]:
+    """The dimensions over which a sum runs; all that there are where it is of everything."""
+    rank = len(total._saved_self_sym_sizes)
+    return [signed(one) % max(1, rank) for one in getattr(total, "_saved_dim", None) or range(rank)]
+
+
+def signed(number: int) -> int:
+    """A number of 64 bits that autograd's nodes tell without its sign."""
+    return number - ((number >> 63) << 64)
+
+
 def name_of(node: Any) -> str:
     """The kind of a node, without the number that torch adds: ``AddBackward``."""
     return str(node.name()).rstrip("0123456789")

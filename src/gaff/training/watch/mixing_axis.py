@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gaff.compat import elements
 from gaff.compat.autograd import kept_by, nodes_behind, nodes_of
+from gaff.training.watch.loss_terms import name_of, signed
 
 _MOST_NODES = 2000  # behind a loss
 _LEAST = 4  # positions that attention is over
@@ -44,7 +45,7 @@ def mistaken(loss: Tensor) -> dict[str, Any]:
       ``given``, and the ``shape`` that it was viewed as
     - ``viewed_batches``: the same of up to four views whose rows may be made of several examples
     """
-    nodes = [(node, _name(node)) for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES)]
+    nodes = [(node, name_of(node)) for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES)]
     softmaxes = [one for node, name in nodes for one in _softmaxes_behind(node, name)]
     told = {
         "ctc_axis": _classes_of_ctc(nodes),
@@ -100,15 +101,15 @@ def _viewed_classes(nodes: Nodes) -> dict[str, Any] | None:
     """The first cross entropy whose classes lay in another place: last, and a view has them second, or the reverse."""
     for node, name in nodes:
         viewed = _inner(node) if name == "LogSoftmaxBackward" else None
-        while viewed is not None and _name(viewed) in ("CloneBackward", "ToCopyBackward"):
+        while viewed is not None and name_of(viewed) in ("CloneBackward", "ToCopyBackward"):
             viewed = _inner(viewed)
-        inner = _inner(viewed) if viewed is not None and _name(viewed) in _RESHAPED else None
+        inner = _inner(viewed) if viewed is not None and name_of(viewed) in _RESHAPED else None
         if inner is None or len(_shape(node)) < 2 or node._saved_dim != 1:
             continue
         shape, given = _shape(viewed), _shape(inner)
         classes = shape[1]
         if len(shape) == 2:
-            is_image = _name(inner) == "ConvolutionBackward"  # whose channels are the second dimension
+            is_image = name_of(inner) == "ConvolutionBackward"  # whose channels are the second dimension
             is_moved = len(given) > 2 and given[1] == classes and (is_image or given[-1] % classes > 0)
         else:
             is_moved = given[-1] == classes != shape[-1]
@@ -141,7 +142,7 @@ def _softmax_before(node: Any, axis: int, wanted: str) -> tuple[Any, int] | None
         if node is None:
             return None
         shape = _shape(node)
-        name = _name(node)
+        name = name_of(node)
         axis %= len(shape) or 1
         if name == wanted:
             return node, axis
@@ -158,9 +159,9 @@ def _softmax_before(node: Any, axis: int, wanted: str) -> tuple[Any, int] | None
 def _moved(node: Any, name: str, axis: int, shape: tuple[int, ...], given: tuple[int, ...]) -> int | None:
     """Where a dimension of what a node has made is in what it was given; None where that is not known."""
     if name == "PermuteBackward":
-        return int(_signed(node._saved_dims[axis])) % len(given)
+        return int(signed(node._saved_dims[axis])) % len(given)
     if name == "TransposeBackward":
-        swapped = [int(_signed(one)) % len(shape) for one in (node._saved_dim0, node._saved_dim1)]
+        swapped = [int(signed(one)) % len(shape) for one in (node._saved_dim0, node._saved_dim1)]
         return swapped[1 - swapped.index(axis)] if axis in swapped else axis
     if name in _ALIKE:
         return axis - len(shape) + len(given) if given[axis - len(shape) :][:1] == shape[axis:][:1] else None
@@ -177,10 +178,10 @@ def _is_of_scores(softmax: Any) -> bool:
     for _ in range(_DEPTH):
         if node is None:
             return False
-        if _name(node) in _PRODUCTS:
+        if name_of(node) in _PRODUCTS:
             operands = [one for one, _ in node.next_functions]
             return len(operands) == 2 and all(one is not None and not _is_weight(one) for one in operands)
-        if _name(node) not in _OF_SCORES:
+        if name_of(node) not in _OF_SCORES:
             return False
         node = _inner(node)
     return False
@@ -191,7 +192,7 @@ def _is_weight(node: Any) -> bool:
     for _ in range(_DEPTH):
         if node is None or hasattr(node, "variable"):
             return node is not None
-        if _name(node) not in (*_RESHAPED, *_ALIKE, "TBackward", "TransposeBackward", "PermuteBackward"):
+        if name_of(node) not in (*_RESHAPED, *_ALIKE, "TBackward", "TransposeBackward", "PermuteBackward"):
             return False
         node = _inner(node)
     return False
@@ -203,17 +204,9 @@ def _inner(node: Any) -> Any:
     return found[0] if len(found) == 1 else None
 
 
-def _name(node: Any) -> str:
-    return str(node.name()).rstrip("0123456789")
-
-
 def _shape(node: Any) -> tuple[int, ...]:
     return tuple(int(one) for one in node._input_metadata[0].shape)
 
 
 def _dim(softmax: Any) -> int:
-    return _signed(softmax._saved_dim) % len(_shape(softmax))
-
-
-def _signed(number: int) -> int:
-    return number - ((number >> 63) << 64)
+    return signed(softmax._saved_dim) % len(_shape(softmax))
