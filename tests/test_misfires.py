@@ -509,3 +509,68 @@ def test_weights_that_are_written_back_are_told_though_some_steps_change_nothing
             optimizer.step()
             model.load_state_dict(kept)
     assert "written_back" in {one.rule for one in gaff.load(tmp_path / "run").findings}
+
+
+class Stack(nn.Module):
+    """Blocks of which each gives the next one something and adds to the output, as in WaveNet and N-BEATS."""
+
+    def __init__(self, cut):
+        super().__init__()
+        self.cut = cut
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"kept": nn.Linear(8, 8), "passed": nn.Linear(8, 8)}) for _ in range(3)
+        )
+
+    def forward(self, x):
+        total = 0
+        for at, block in enumerate(self.blocks):
+            total = total + block["kept"](x)
+            x = x + (block["passed"](x).detach() if at == self.cut else block["passed"](x)).tanh()
+        return total
+
+
+@pytest.mark.parametrize(("cut", "told"), [(None, set()), (1, {"blocks.1.passed.weight", "blocks.1.passed.bias"})])
+def test_what_the_last_block_makes_for_one_that_would_follow_is_meant(cut, told, tmp_path):
+    torch.manual_seed(0)
+    model = Stack(cut)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    x, y = torch.randn(64, 8), torch.randn(64, 8).sin()
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(40):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    found = [one for one in gaff.load(tmp_path / "run").findings if one.rule == "no_gradient"]
+    names = {site.removesuffix(":param") for one in found for site in (one.site, *one.also)}
+    assert {name for name in names if not name.startswith("blocks.2")} == told
+    assert not [name for name in names if name.startswith("blocks.2")] or told
+
+
+def test_a_loss_of_the_actions_that_were_taken_leaves_those_that_were_not(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 200))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(40):
+            taken = torch.randint(0, 200, (16, 1))
+            optimizer.zero_grad()
+            F.mse_loss(model(torch.randn(16, 8)).gather(1, taken), torch.randn(16, 1)).backward()
+            optimizer.step()
+    assert "sparse_gradient" not in {one.rule for one in gaff.load(tmp_path / "run").findings}
+
+
+def test_layers_of_one_unit_have_none_that_would_stay_alike(tmp_path):
+    torch.manual_seed(0)
+    one, other = nn.Linear(12, 1), nn.Linear(20, 1)
+    model = nn.ModuleList([one, other])
+    for weight in model.parameters():
+        nn.init.zeros_(weight)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, z = torch.randn(256, 12), torch.randn(256, 20)
+    y = (x[:, :1] + z[:, :1] > 0).float()
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for _ in range(60):
+            optimizer.zero_grad()
+            F.binary_cross_entropy_with_logits(one(x) + other(z), y).backward()
+            optimizer.step()
+    assert "symmetric_units" not in {one.rule for one in gaff.load(tmp_path / "run").findings}

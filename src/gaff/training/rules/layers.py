@@ -34,6 +34,23 @@ def weights_by_depth(sample: Sample) -> dict[str, list[tuple[Key, Numbers]]]:
     return {model: [(key, row) for _, key, row in sorted(one, key=lambda it: it[0])] for model, one in found.items()}
 
 
+def is_left_by_the_last(sample: Sample, key: Key) -> bool:
+    """Whether a parameter belongs to the last of blocks in a row, all before which have a gradient there, as others of
+    its own block have: what it makes is for a block that would follow."""
+    parts = path_of(key[1]).split(".")
+    names = {path_of(name): one.has_grad for (model, name), one in sample.parameters.items() if model == key[0]}
+    for at, part in enumerate(parts):
+        if not part.isdecimal() or part == "0":
+            continue
+        before, after = [*parts[:at], ""], ["", *parts[at + 1 :]]
+        own, following = (f"{'.'.join(before)}{int(part) + more}." for more in (0, 1))
+        others = [names.get(f"{'.'.join(before)}{number}{'.'.join(after)}") for number in range(int(part))]
+        is_last = not any(name.startswith(following) for name in names)
+        if is_last and all(others) and any(has for name, has in names.items() if name.startswith(own)):
+            return True
+    return False
+
+
 def in_branches(gradients: Sequence[tuple[Key, Numbers]]) -> bool:
     """Whether the gradients of a model grow by nearly all that they do, ten times at most left out, from one weight to
     the next, and that is in a part of another name: an actor and a critic, called one after the other."""

@@ -132,7 +132,8 @@ def _weights(sample: Sample) -> list[tuple[Key, Parameter]]:
 def symmetric_units(sample: Sample, past: Past) -> Iterator[Hit]:
     """In the first two steps most weights, two or more, have one number for all their elements; those that are frozen
     count among the others, and tell units apart. Embeddings count in models without any other weight. Not layers of
-    which none can stand behind another, by their numbers of inputs and units, such as heads side by side."""
+    which none can stand behind another, by their numbers of inputs and units, such as heads side by side, or such that
+    have one unit each."""
     if sample.age > 1:  # of a model that runs inside of the step alone nothing is known in the first
         return
     alike: dict[str, list[Key]] = {}
@@ -155,7 +156,10 @@ def symmetric_units(sample: Sample, past: Past) -> Iterator[Hit]:
 def _may_be_chained(weights: list[Parameter]) -> bool:
     """Whether what one layer returns may be what another one is given; true where that cannot be told."""
     shapes = [one.shape for one in weights if one.kind == "weight" and len(one.shape) == 2]
-    if len(shapes) < len(weights) or len({inputs for _, inputs in shapes}) > 1:
+    is_known = len(shapes) == len(weights)
+    if is_known and all(units == 1 < inputs for units, inputs in shapes):
+        return False
+    if not is_known or len({inputs for _, inputs in shapes}) > 1:
         return True
     are_alike = len({*shapes}) == 1  # side by side, unless one may be given all that another returns
     return any(

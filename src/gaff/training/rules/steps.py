@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Iterator
 
 from gaff.record.sample import Key, Parameter, Sample, path_of
+from gaff.training.rules.layers import is_left_by_the_last
 from gaff.training.rules.registry import Hit, Past, rule
 
 _LEAST_USUAL = 8  # looks that tell what is usual
@@ -170,7 +171,8 @@ def no_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
 
     What was not called is left out in a model with a router: ``dead_experts`` tells of experts that are never chosen;
     so are the poolers of encoders of transformers, which few losses use, and what was replaced by a layer that is in no
-    optimizer, of which ``not_owned`` tells.
+    optimizer, of which ``not_owned`` tells; and what the last of several blocks makes for one that would follow, where
+    that has a gradient in all others, and the rest of that block has one.
     """
     routed = {model for model, _ in sample.loads}
     called = {key[0] for key, one in sample.parameters.items() if one.was_called}
@@ -184,6 +186,8 @@ def no_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
         if moved is not None and moved.count and moved.zeros < 1.0:  # a closure has cleared it at its own end
             continue
         if one.requires_grad and one.optimizer is not None and not one.has_grad:
+            if one.was_called and is_left_by_the_last(sample, key):
+                continue
             why = "its module is called" if one.was_called else "its module is never called in forward"
             yield Hit(key, f"{key[1]} gets no gradient; {why}", was_called=one.was_called, elements=one.elements)
 

@@ -178,13 +178,15 @@ def sparse_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
     """At least 70 % exact zeros (AutoTrainer's gamma; DeepFD), where the layer's own input is not mostly zero.
 
     Embeddings are left out: rows that were not asked for get no gradient. So are layers most of whose bias gets one:
-    then it is the input of which much is always zero. Not where a loss has fallen by a tenth: enough units learn.
+    then it is the input of which much is always zero. Not where a loss has fallen by a tenth: enough units learn; nor
+    of a model's last layer where the loss picks some of its outputs, as the values of the actions that were taken.
     """
     if any(has_fallen(past, name) for name in past.losses):
         return
+    last = {rows[-1][0] for rows in weights_by_depth(sample).values()} if sample.facts.get("picks") else ()
     for key, row in sample.port("grad").items():
         known = sample.parameters.get((key[0], f"{key[1].removesuffix(':grad')}:param"))
-        if known is None or known.kind != "weight" or not 0.7 <= row.zeros < 1.0:
+        if known is None or known.kind != "weight" or key in last or not 0.7 <= row.zeros < 1.0:
             continue
         bias = sample.rows.get((key[0], f"{path_of(key[1]).rpartition('.')[0]}.bias:grad"))
         if bias is not None and bias.count and bias.zeros < 0.5:

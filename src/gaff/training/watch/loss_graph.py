@@ -75,6 +75,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     - ``bounded``: that a loss of torch's is given what an activation has cut off
     - ``spread``: that a loss by hand compares every output with every target
     - ``alone``: that it is given a softmax over a single class
+    - ``picks``: that it is of some of the outputs, picked by their numbers
     - ``scores``: that a cross entropy is of scores of pairs, one of which is the right one, and not of classes
     - ``outside``: that a binary cross entropy is given targets outside of 0 to 1
     - ``factor``: by what it was multiplied at last, as where gradients are accumulated; ``weight``: without divisions,
@@ -209,6 +210,8 @@ def _is_mean(node: Any, names: list[str]) -> bool:
 def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: dict[str, Any]) -> None:
     """Note what the node at a place of the chain tells."""
     one = names[at]
+    if one in _PICKED:
+        found["picks"] = name
     before = next((place for place in range(at - 1, -1, -1) if not is_view(names[place])), 0)
     if one == "LogSoftmaxBackward" and at and names[before].startswith("NllLoss"):
         _note_classes(chain, names, at, before, name, found)
