@@ -1,6 +1,10 @@
 """Callbacks of Lightning and of transformers: they watch a training run, compute nothing else, and end with it."""
 
+import copy
 import logging
+import math
+import pickle
+import time
 
 import pytest
 import pytorch_lightning as pl
@@ -164,12 +168,29 @@ def test_after_an_exception_in_transformers_it_can_be_removed(tmp_path):
         def on_step_end(self, args, state, control, **kwargs):
             raise ZeroDivisionError
 
-    callback = transformers.TransformersWatch(every=1)
+    callback = transformers.TransformersWatch(out=tmp_path / "run", every=1)
     with pytest.raises(ZeroDivisionError):
         train(tmp_path, callback, Failing())
     assert not backward_is_plain()
     callback.remove()
     assert backward_is_plain()
+    assert "the Trainer's loop was left" in gaff.load(tmp_path / "run").describe("end")["error"]
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path, callback, Failing())
+    train(tmp_path, callback)  # ends what the one before has left
+    assert gaff.load(tmp_path / "run-2").verdict.state == "failed"
+    assert not gaff.load(tmp_path / "run-3").describe("end").get("error")
+
+
+def test_what_evaluate_returns_is_not_written_to(tmp_path):
+    callback = transformers.TransformersWatch(every=1)
+    _, trainer = train(tmp_path, callback)
+    callback.on_train_begin(None, trainer.state, None, model=trainer.model)  # as while it trains
+    told = trainer.evaluate(trainer.train_dataset)
+    callback.on_train_end(None, trainer.state, None)
+    assert "eval_loss" in told
+    assert "gaff_findings" not in told
+    assert "gaff_findings" in trainer.state.log_history[-1]
 
 
 @pytest.mark.parametrize("kind", [lightning.LightningWatch, transformers.TransformersWatch])
@@ -223,3 +244,82 @@ def test_numbers_stand_at_lightnings_own_steps_with_two_optimizers(tmp_path):
     own = [step for step, names in told if "loss" in names]
     assert own == [3, 7, 11, 15]
     assert [step for step, names in told if "gaff/grad_norm" in names] == own
+
+
+def told_of(folder, make):
+    """What a fit gave to its logger: the norm of all gradients by step."""
+    logger, told = CSVLogger(folder), {}
+    logger.log_metrics = lambda metrics, step=None: told.setdefault(step, metrics.get("gaff/grad_norm"))
+    fit(folder, lightning.LightningWatch(every=1), logger=logger, make=make)
+    return told
+
+
+class Rare(Lit):
+    """One that steps at every eighth batch alone."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, number):
+        self.manual_backward(F.cross_entropy(self.body(batch[0]), batch[1]))
+        if number % 8 == 7:
+            self.optimizers().step()
+
+
+def test_no_norm_is_told_of_a_step_that_no_optimizer_made(tmp_path):
+    told = told_of(tmp_path, Rare)
+    assert [step for step, norm in told.items() if norm is not None] == [7, 15]
+
+
+class Clipping(Adversaries):
+    norms = ()
+
+    def training_step(self, batch, number):
+        norms = []
+        for optimizer, layer in zip(self.optimizers(), (self.body[0], self.body[2]), strict=True):
+            self.zero_grad()
+            self.manual_backward(F.cross_entropy(self.body(batch[0]), batch[1]))
+            norms += [one.grad.norm().item() for one in layer.parameters()]
+            optimizer.step()
+            nn.utils.clip_grad_norm_(layer.parameters(), 1e-3)
+        Clipping.norms = (*Clipping.norms, math.hypot(*norms))
+
+
+def test_of_two_optimizers_each_has_its_own_gradients(tmp_path, monkeypatch):
+    monkeypatch.setattr(Clipping, "norms", ())
+    told = told_of(tmp_path, Clipping)
+    assert [told[step] for step in (3, 7)] == pytest.approx([Clipping.norms[step] for step in (3, 7)], rel=1e-5)
+
+
+class Huge(Lit):
+    def training_step(self, batch, number):
+        return 1e25 * super().training_step(batch, number)
+
+
+def test_a_norm_whose_square_overflows_is_told(tmp_path):
+    told = told_of(tmp_path, Huge)
+    assert 1e22 < told[3] < 1e27
+
+
+@pytest.mark.parametrize("kind", [lightning.LightningWatch, transformers.TransformersWatch])
+def test_a_callback_that_has_watched_can_be_copied(kind, tmp_path):
+    run = fit if kind is lightning.LightningWatch else train
+    callback = kind(out=tmp_path / "run", every=1)
+    run(tmp_path, callback)
+    for copied in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        assert copied.watch is None
+        assert callback.watch is not None
+
+
+def test_processes_that_a_trainer_starts_have_a_record_of_each_fit(tmp_path, monkeypatch):
+    """Each is given a copy of the callback as it was before, and has begun after the fits of those before it."""
+    callback = pickle.dumps(lightning.LightningWatch(out=tmp_path / "run", every=1))
+    for number in range(3):
+        time.sleep(0.05)  # longer than the clock of files takes
+        monkeypatch.setattr(lightning, "_BEGAN", [time.time()])
+        time.sleep(0.05)
+        copied = pickle.loads(callback)
+        fit(tmp_path, copied)
+        assert gaff.load(tmp_path / f"run{f'-{number + 1}' if number else ''}").steps == 16
+    left = pickle.loads(callback)
+    assert [one.path.name for one in left._records(time.time())] == ["run", "run-2", "run-3"]
+    assert left.findings == list(gaff.load(tmp_path / "run-3").findings)
