@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from array import array
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,14 @@ from gaff.cli import export
 from gaff.compat.extras import need
 from gaff.errors import PlanError, RecordError
 from gaff.integrations.mlflow import MLflow
-from gaff.integrations.partners import Findings, as_text, points, refuse_options, tag
+from gaff.integrations.partners import Findings, Sender, as_text, points, refuse_options, tag
 from gaff.integrations.rows import Cursor, Row, looks, numbers, scalars, site_filter
 from gaff.integrations.tables import findings_path, to_csv, to_jsonl, to_parquet
 from gaff.integrations.tensorboard import TensorBoard
 from gaff.integrations.trackio import Trackio
 from gaff.integrations.wandb import Wandb
+from gaff.record import part
+from gaff.record.absent import ABSENT
 from gaff.record.log import LAYOUT
 from gaff.record.matrix import Layout
 from made_records import COLUMNS, HOSTILE, SITES, MadeRun, make, series_of
@@ -221,6 +224,110 @@ def test_a_look_counts_as_read_when_the_next_one_is_asked_for(tmp_path):
     assert [look.step for look in looks(record, since=cursor)] == [second.step, 2, 2]
 
 
+def test_what_the_ring_has_of_a_step_is_sent_at_once_and_the_rest_when_the_log_has_it(tmp_path, monkeypatch):
+    run = MadeRun(tmp_path / "run")
+    run.steps(0, [2.0])
+    ring = {"step": [1.0, 2.0], "seconds": [0.4, 0.4], "lr": [math.nan, 0.1], "loss:l": [1.5, ABSENT]}
+    columns = {name: array("d", values) for name, values in ring.items()}
+    monkeypatch.setattr(part, "_late", lambda path, last: columns if last < 1 else {})
+    record, cursor = gaff.load(tmp_path / "run"), Cursor()
+    early = [row for row in scalars(record, since=cursor) if row.step > 0]
+    assert [(row.step, row.stat) for row in early] == [(1, "loss:l"), (2, "lr")]
+    assert not list(scalars(record, since=cursor))
+    run.steps(1, [1.5, math.nan])
+    record.refresh()
+    late = list(scalars(record, since=cursor))
+    assert not {(row.step, row.stat) for row in early} & {(row.step, row.stat) for row in late}
+    whole = [row for row in scalars(gaff.load(tmp_path / "run")) if row.step > 0]
+    assert sorted(map(str, (row[:3] + row[5:] for row in (*early, *late)))) == sorted(
+        map(str, (row[:3] + row[5:] for row in whole))
+    )
+
+
+def test_a_step_has_a_time_before_anything_is_in_the_log(tmp_path, monkeypatch):
+    MadeRun(tmp_path / "run")
+    ring = {"step": [0.0], "seconds": [0.5], "loss:l": [1.5]}
+    monkeypatch.setattr(part, "_late", lambda path, last: {name: array("d", ring[name]) for name in ring})
+    times = [row.time for row in scalars(gaff.load(tmp_path / "run"))]
+    assert times
+    assert all(map(math.isfinite, times))
+
+
+def test_a_second_model_never_takes_the_name_that_a_first_one_has(tmp_path):
+    run = MadeRun(tmp_path / "run", sites=("n.fc1",))
+    run.look(0)
+    record, cursor = gaff.load(tmp_path / "run"), Cursor()
+    assert {row.site for row in numbers(record, since=cursor)} == {"n.fc1"}
+    run.log.write_json(LAYOUT, Layout(1, "activations", (("n", "fc1"),), COLUMNS, True).to_json())
+    record.refresh()
+    assert cursor.catch_up(record) == {("m", "n.fc1"): "n.fc1", ("n", "fc1"): "n.fc1#2"}
+
+
+def test_a_cursor_is_of_one_record(tmp_path):
+    cursor = Cursor()
+    list(scalars(gaff.load(make(tmp_path / "one")), since=cursor))
+    with pytest.raises(PlanError, match="is another record than .*one"):
+        list(scalars(gaff.load(make(tmp_path / "other")), since=cursor))
+
+
+class Told(Sender):
+    """A sender that keeps what it is to send."""
+
+    def __init__(self, sites=(), stats=("rms",)):
+        super().__init__(sites, stats)
+        self.names = []
+
+    def _send(self, record):
+        new = [name for _, named in self._points(record) for name in named]
+        self.names += new
+        return len(new)
+
+    def _close(self):
+        self.names.append("closed")
+
+
+def test_a_sender_is_loud(tmp_path):
+    record = gaff.load(make(tmp_path / "run"))
+    for n in range(16):
+        MadeRun(tmp_path / "long", rank=n).look(0)
+    many = gaff.load(tmp_path / "long")
+    for words, what in (({"stats": "rms"}, "stats='rms' is a text"), ({"sites": "fc1"}, "sites='fc1' is a text")):
+        with pytest.raises(PlanError, match=what):
+            Told(**words)
+    with Told() as sender:
+        sender.send(record)
+        with pytest.raises(PlanError, match="another record"):
+            sender.send(many)
+    sender.close()
+    assert sender.names.count("closed") == 1
+    with pytest.raises(PlanError, match="this Told is closed"):
+        sender.send(record)
+
+
+@pytest.mark.parametrize("words", [{"stats": ["rmss"]}, {"sites": ["weihgt:param"]}])
+def test_a_sender_refuses_what_a_run_has_not(tmp_path, words):
+    run = MadeRun(tmp_path / "run")
+    run.look(0)
+    record, sender = gaff.load(tmp_path / "run"), Told(**words)
+    sender.send(record)  # there may be more of it later
+    for step in range(1, 16):
+        run.look(step)
+    record.refresh()
+    with pytest.raises(RecordError, match="no (site|stat)"):
+        sender.send(record)
+
+
+def test_the_names_of_ranks_do_not_depend_on_who_comes_first(tmp_path):
+    MadeRun(tmp_path / "run", rank=1).steps(0, [2.0])
+    record, sender = gaff.load(tmp_path / "run"), Told()
+    sender.send(record)
+    assert "gaff/rank1/loss/l" in sender.names
+    MadeRun(tmp_path / "run", rank=0).steps(0, [2.0])
+    record.refresh()
+    sender.send(record)
+    assert sender.names.count("gaff/loss/l") == 1
+
+
 def test_a_site_keeps_its_name_when_another_model_is_found(tmp_path):
     run = MadeRun(tmp_path / "run")
     run.look(0)
@@ -265,6 +372,7 @@ def test_points_are_named_for_trackers(tmp_path):
         (2, ["fc1/eval_rms"]),
     ]
     assert tag(Row(0, "train", 0, 0.0, "", "loss:a:b", 0.0)) == "loss/a:b"
+    assert tag(Row(0, "train", 0, 0.0, "loss", "mean", 0.0)) == "loss:output/mean"  # and not a loss called mean
 
 
 def test_findings_are_told_when_they_change_and_hold_no_markup(tmp_path):

@@ -60,11 +60,8 @@ class MLflow(Sender):
         super().__init__(sites, stats)
         self._waiting: list[Any] = []  # metrics of the next request
 
-    def send(self, record: Record) -> int:
-        """Send what is new, a thousand metrics a request; returns how many numbers were new.
-
-        What a failed request held is sent again by the next ``send``. Waits for the store.
-        """
+    def _send(self, record: Record) -> int:
+        """As ``send``, a thousand metrics a request."""
         count = 0
         for point, named in self._points(record):
             self._flush(_AT_ONCE)  # of points that are passed: this one comes again where it raises
@@ -77,11 +74,10 @@ class MLflow(Sender):
         )
         return count
 
-    def close(self) -> None:
-        """Ends the run if it was made here."""
+    def _close(self) -> None:
+        """End the run if it was made here."""
         if self._is_ours:
             self._client.set_terminated(self.run_id)
-            self._is_ours = False
 
     def _flush(self, least: int) -> None:
         """Send the metrics that wait, as long as there are at least ``least`` of them.

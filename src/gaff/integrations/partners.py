@@ -13,12 +13,13 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from gaff.errors import PlanError
-from gaff.integrations.rows import Cursor, Row, looks, rows_of, steps
+from gaff.integrations.rows import Cursor, Row, check, looks, parts_of, rows_of, site_filter, steps
 from gaff.record.run import Record
 from gaff.views.run_text import body_of
 
 # What is sent where nobody chooses: all thirteen numbers of a thousand sites are more than a dashboard can show.
 STATS = ("mean", "std", "rms", "zeros", "nonfinite", "update_ratio")
+_SETTLED = 16  # tables after which a run has shown what there is to look at
 
 
 _Sender = TypeVar("_Sender", bound="Sender")
@@ -56,19 +57,21 @@ def points(record: Record, sites: Collection[str], stats: Collection[str], since
 def tag(row: Row) -> str:
     """The name of a number in a tracker, without the rank.
 
-    It is ``site/stat``, or ``site/eval_stat`` in evaluation; of a scalar of the run ``loss/NAME`` or ``run/lr``.
+    It is ``site/stat``, or ``site/eval_stat`` in evaluation; of a scalar of the run ``loss/NAME`` or ``run/lr``. What a
+    module of the name ``loss`` or ``run`` returns has its port in it: ``loss:output/mean``.
     """
     if not row.site:
         return row.stat.replace(":", "/", 1) if row.stat.startswith("loss:") else f"run/{row.stat}"
-    return f"{row.site}/{'' if row.phase == 'train' else f'{row.phase}_'}{row.stat}"
+    site = f"{row.site}:output" if row.site in ("loss", "run") else row.site
+    return f"{site}/{'' if row.phase == 'train' else f'{row.phase}_'}{row.stat}"
 
 
-def prefix(record: Record, rank: int) -> str:
+def prefix(rank: int) -> str:
     """What stands before the names of a rank's numbers, in a tracker that has one place for all ranks.
 
-    The first rank has plain names, so that those of a run of one process are the same.
+    Rank 0 has plain names, so that those of a run of one process are the same.
     """
-    return "gaff/" if rank == min(record.ranks) else f"gaff/rank{rank}/"
+    return f"gaff/rank{rank}/" if rank else "gaff/"
 
 
 class Sender(ABC):
@@ -79,23 +82,52 @@ class Sender(ABC):
     ``gaff.integrations.rows.numbers`` takes them. A context, which closes at its end.
     """
 
+    also: Collection[str] = ()  # what may be chosen beside the numbers of sites
+
     def __init__(self, sites: Collection[str], stats: Collection[str]) -> None:
+        """Raises PlanError for a text where several are expected."""
+        if isinstance(stats, str):
+            raise PlanError(f"stats={stats!r} is a text: expected a list of names, such as [{stats!r}]")
+        site_filter(sites)
         self._sites, self._stats = sites, stats
         self._cursor = Cursor()
         self._findings = Findings()
+        self._is_closed = False
+        self._is_checked = False
 
-    @abstractmethod
     def send(self, record: Record) -> int:
-        """Send what has come since the last time; returns how many numbers were new."""
+        """Send what has come since the last time; returns how many numbers were new. Waits for whoever takes them.
+
+        Raises RecordError, with near names, where ``sites`` or ``stats`` name nothing in the record, and PlanError for
+        another record than the first time, and after ``close``. After an error, what was not sent is sent the next
+        time.
+        """
+        if self._is_closed:
+            raise PlanError(f"this {type(self).__name__} is closed: expected a new one")
+        tables = sum(len(part.tables) for part in parts_of(record))
+        if not self._is_checked and (record.is_complete or tables >= _SETTLED):
+            check(record, self._sites, [one for one in self._stats if one not in (*STATS, *self.also)])
+            self._is_checked = True
+        return self._send(record)
+
+    def close(self) -> None:
+        """Finish what was made here; your own stays open. May be called twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._close()
 
     @abstractmethod
-    def close(self) -> None:
-        """Finishes what was made here; your own stays open."""
+    def _send(self, record: Record) -> int:
+        """As ``send``."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """As ``close``, called once."""
 
     def _points(self, record: Record) -> Iterator[tuple[Point, dict[str, float]]]:
         """What is new, with the names that it has where all ranks are in one place."""
         for point in points(record, self._sites, self._stats, self._cursor):
-            start = prefix(record, point.rank)
+            start = prefix(point.rank)
             yield point, {f"{start}{name}": value for name, value in point.values.items()}
 
     def __enter__(self: _Sender) -> _Sender:

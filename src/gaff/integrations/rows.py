@@ -5,11 +5,13 @@ All exports and trackers read through here, so that the same numbers have the sa
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from gaff.address.grammar import nearest
@@ -49,11 +51,15 @@ class LookTable(NamedTuple):
 
 @dataclass
 class _Place:
-    """How much of one part was passed, and when what it holds was written, which a second reader tells."""
+    """How much of one part was passed, and when what it holds was written, which a second reader tells.
+
+    ``early``: of steps that were passed before the log had them, from the ring of the run: what was told of each.
+    """
 
     clock: LogReader
     tables: int = 0
     steps: int = 0
+    early: dict[float, set[str]] = field(default_factory=dict)
     table_times: array[float] = field(default_factory=lambda: array("d"))
     step_times: array[float] = field(default_factory=lambda: array("d"))
 
@@ -69,18 +75,31 @@ class _Place:
 class Cursor:
     """How far a record has been read: given again after ``record.refresh()``, only what is new follows.
 
-    Moves on by a whole table or step, when the row after it is asked for: after an error nothing is missing. A site
-    keeps its first name, also where a second model is found later. Of one record only.
+    Moves on by a whole table or step, when the row after it is asked for: after an error nothing is missing. What the
+    last steps of a run in progress have in its ring follows at once, the rest of their numbers when the log has them. A
+    site keeps its first name, also where a second model is found later. Of one record only.
     """
 
     def __init__(self) -> None:
+        self._path: Path | None = None
         self._places: dict[int, _Place] = {}
         self._names: dict[_Key, str] = {}
 
     def catch_up(self, record: Record) -> dict[_Key, str]:
-        """Take in the names and times of what the record has by now; returns the name of each (model, address)."""
+        """Take in the names and times of what the record has by now; returns the name of each (model, address).
+
+        Raises PlanError for another record than the first time.
+        """
+        if self._path not in (None, record.path):
+            raise PlanError(f"{str(record.path)!r} is another record than {str(self._path)!r}: expected that one again")
+        self._path = record.path
+        taken = set(self._names.values())
         for name, key in record.names().items():
-            self._names.setdefault(key, sound(name))
+            if key not in self._names:
+                own = sound(name)
+                free = (f"{own}#{number}" for number in itertools.count(2))
+                self._names[key] = own if own not in taken else next(one for one in free if one not in taken)
+                taken.add(self._names[key])
         for part in parts_of(record):
             if part.rank not in self._places:
                 self._places[part.rank] = _Place(LogReader(part.reader.path))
@@ -156,22 +175,32 @@ def scalars(record: Record, *, since: Cursor | None = None) -> Iterator[Row]:
 
 
 def steps(record: Record, *, since: Cursor | None = None) -> Iterator[list[Row]]:
-    """The scalars of each step together, rank by rank: an empty list for a step that has none."""
+    """The scalars of each step together, rank by rank: an empty list for a step that has none.
+
+    With ``since`` the seconds of a step are those of the log: the ring's are of another clock.
+    """
     cursor = since if since is not None else Cursor()
     cursor.catch_up(record)
     for part in parts_of(record):
         place = cursor.place(part)
         columns = [(sound(name), name.startswith("loss"), values) for name, values in part.series.items()]
         numbered = part.series.get("step", array("d"))
-        while place.steps < len(numbered):
-            at = place.steps
+        logged = len(part.logged.get("step", ()))
+        for at in range(place.steps, len(numbered)):
             start = (part.rank, "train", int(numbered[at]), _ended(place, part, at), "")
-            yield [
+            told = place.early.get(numbered[at], set())
+            left_out = {"step", *told, *(("seconds",) if at >= logged and since is not None else ())}
+            rows = [
                 Row(*start, name, values[at])
                 for name, is_loss, values in columns
-                if name != "step" and not (is_absent(values[at]) if is_loss else math.isnan(values[at]))
+                if name not in left_out and not (is_absent(values[at]) if is_loss else math.isnan(values[at]))
             ]
-            place.steps += 1
+            yield rows
+            if at < logged:
+                place.early.pop(numbered[at], None)
+                place.steps += 1
+            else:
+                place.early[numbered[at]] = told | {row.stat for row in rows}
 
 
 def _ended(place: _Place, part: RankPart, at: int) -> float:
@@ -180,7 +209,8 @@ def _ended(place: _Place, part: RankPart, at: int) -> float:
     known = place.step_times
     if at < len(known):
         return known[at]
-    latest = known[-1] if known else (place.table_times[-1] if place.table_times else math.nan)
+    written = part.began_at if math.isfinite(part.began_at) else place.clock.path.stat().st_mtime
+    latest = known[-1] if known else (place.table_times[-1] if place.table_times else written)
     return latest + sum(one for one in part.series["seconds"][len(known) : at + 1] if one > 0)
 
 

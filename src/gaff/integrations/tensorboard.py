@@ -29,6 +29,8 @@ class TensorBoard(Sender):
     are a text. With several ranks each has a folder of its own.
     """
 
+    also = (MAGNITUDES,)
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -54,8 +56,8 @@ class TensorBoard(Sender):
         self._latest = time.time()  # of what was sent; before that, now
         self._known: set[tuple[int, str]] = set()  # tags whose kind was told
 
-    def send(self, record: Record) -> int:
-        """Write what has come since the last time to the disk; returns how many numbers and histograms that were."""
+    def _send(self, record: Record) -> int:
+        """As ``send``, to the disk; histograms count as numbers."""
         count = 0
         for rows in steps(record, since=self._cursor):
             count += self._add_rows(record, rows)
@@ -74,7 +76,7 @@ class TensorBoard(Sender):
             writer.flush()
         return count
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Close the event files, and end their writers' threads; what was sent is complete on the disk without it."""
         for writer in self._writers.values():
             writer.close()

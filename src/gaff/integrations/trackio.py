@@ -31,8 +31,8 @@ class Trackio(Sender):
         self._is_ours = own is None
         super().__init__(sites, stats)
 
-    def send(self, record: Record) -> int:
-        """Send what is new; returns how many numbers that were. Findings go along where they have changed."""
+    def _send(self, record: Record) -> int:
+        """As ``send``; findings go along where they have changed."""
         count = 0
         for point, named in self._points(record):
             self.run.log(named, step=point.step)
@@ -41,8 +41,7 @@ class Trackio(Sender):
         self._findings.tell(record, lambda found: self.run.log({"gaff/findings": markdown(as_text(found))}, step=step))
         return count
 
-    def close(self) -> None:
-        """Finishes the run if it was made here."""
+    def _close(self) -> None:
+        """Finish the run if it was made here."""
         if self._is_ours:
             self._trackio.finish()
-            self._is_ours = False

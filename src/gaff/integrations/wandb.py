@@ -35,8 +35,8 @@ class Wandb(Sender):
         self.run.define_metric("gaff/*", step_metric=_STEP)
         super().__init__(sites, stats)
 
-    def send(self, record: Record) -> int:
-        """Send what is new; returns how many numbers that were. Findings go along where they have changed."""
+    def _send(self, record: Record) -> int:
+        """As ``send``; findings go along where they have changed."""
         count = 0
         for point, named in self._points(record):
             self.run.log({_STEP: point.step, **named})
@@ -49,8 +49,7 @@ class Wandb(Sender):
         self._findings.tell(record, log)
         return count
 
-    def close(self) -> None:
-        """Finishes the run if it was made here."""
+    def _close(self) -> None:
+        """Finish the run if it was made here."""
         if self._is_ours:
             self.run.finish()
-            self._is_ours = False
