@@ -374,13 +374,19 @@ def test_what_an_experiment_has_ruled_out_is_not_claimed():
     assert told == []
 
 
+def test_a_loss_of_a_thousandth_is_lower_though_all_of_it_is_little_of_the_first():
+    losses = {end: [2.3] * 20 + [end] * 80 for end in (0.0152, 0.0151, 3e-6)}
+    known = made(losses[0.0152], unfreeze=losses[3e-6], blind=losses[0.0151])
+    assert [known.effect(one) for one in known.changed if one.kind in ("unfreeze", "blind")] == ["lower", "same"]
+
+
 def test_the_table_says_what_each_outcome_says():
     known = made(falling(0.6), **{"lr_0.1x": falling(1.9), "scramble": falling(2.3), "one-batch": falling(0.1)})
     text = trials_table(known)
     assert "twice the same" in text
     assert "two runs that mean the same differ by" in text
     assert "lr=0.1x" in text
-    assert "inputs and labels belong together" in text
+    assert "each label is learned for its input, by rule or by heart" in text
     assert "the model can learn" in text
     failed = compare(100, "loss", falling(0.5), [("fp32", [], {"why_not": "autocast was never on"})])
     assert "cannot be told: autocast was never on" in trials_table(failed)

@@ -27,7 +27,7 @@ def tried(tmp_path, *words, options=(), code=0):
 def test_a_healthy_script_without_a_loader(tmp_path):
     told = tried(tmp_path, ROOT / "examples" / "train_digits.py", options=["--steps", "100"])
     assert "a: healthy: " in told.stdout
-    assert "inputs and labels belong together" in told.stdout
+    assert "each label is learned for its input, by rule or by heart" in told.stdout
     assert "the model can learn" in told.stdout
     assert "6 runs follow, about " in told.stderr
     record = gaff.load(tmp_path / "a")

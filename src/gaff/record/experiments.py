@@ -183,16 +183,17 @@ class Experiments:
     def effect(self, one: Outcome) -> str:
         """What a change did to the loss: "lower", "higher", "same" within the noise, or "none" where it could not act.
 
-        Lower and higher are beyond twice the noise, and a tenth of ``range``.
+        Lower and higher are beyond twice the noise, and a tenth of ``range`` or, of losses above 0, ten times.
         """
         if one.loss is None or self.bare.loss is None or self.goes_on:
             return "none"
         if math.isinf(one.loss) or math.isinf(self.bare.loss):
             same = math.isinf(one.loss) and math.isinf(self.bare.loss)
             return "same" if same else "higher" if math.isinf(one.loss) else "lower"
-        margin = max(2 * self.noise, 0.1 * self.range)
         difference = one.loss - self.bare.loss
-        return "same" if abs(difference) <= margin else "higher" if difference > 0 else "lower"
+        low, high = sorted((one.loss, self.bare.loss))
+        is_far = abs(difference) > 0.1 * self.range or high > 10 * low > 0
+        return "same" if abs(difference) <= 2 * self.noise or not is_far else "higher" if difference > 0 else "lower"
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON tells of them: numbers, and the effect of each; infinite losses as None."""

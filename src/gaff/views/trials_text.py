@@ -41,7 +41,9 @@ def _says(known: Experiments, one: Outcome) -> str:
             return "the model can learn"
         return "the model cannot learn even one batch" if one.steps >= _FEW else "not learned in so few steps"
     if not KINDS[one.kind].is_remedy:
-        worse = "the input is used" if one.kind == "blind" else "inputs and labels belong together"
+        worse = (
+            "the input is used" if one.kind == "blind" else "each label is learned for its input, by rule or by heart"
+        )
         return {"higher": worse, "same": "makes no difference"}.get(effect, "lower than as it is")
     if effect != "lower":
         return {"higher": "worse", "same": "makes no difference"}[effect]
