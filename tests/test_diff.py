@@ -375,6 +375,16 @@ def test_a_learning_rate_a_little_higher_parts_there_though_it_is_less_than_nois
     assert "equal within the tolerance of 1e+09" in forgiven.verdict
 
 
+def test_weights_that_begin_with_other_numbers_part_there_however_noisy_the_run_is(tmp_path):
+    def spoil(net, step):
+        if step == 0:
+            next(net.parameters()).data.mul_(1.0005)
+
+    found = gaff.diff(train(tmp_path / "a", lr=1.0), train(tmp_path / "b", lr=1.0, spoil=spoil))
+    assert (found.first.phase, found.first.step, found.first.state) == ("weights", 0, "parted")
+    assert found.first.tolerance < 1e-4
+
+
 def test_losses_of_noisy_runs_part_where_one_is_far_larger(tmp_path):
     def noisy(out, factor):
         torch.manual_seed(0)

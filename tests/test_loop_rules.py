@@ -671,7 +671,18 @@ def test_a_cross_entropy_over_one_class_is_told(tmp_path, is_one):
         assert "scores of shape [16, 1], of one class" in record.verdict.cause
 
 
-@pytest.mark.parametrize("given", ["softmax", "scores", "log_softmax", "log_density"])
+@pytest.mark.parametrize(("top", "is_told"), [(1.0, True), (2.0, True), (12.0, False), (-12.0, True)])
+def test_a_range_of_outputs_that_ends_before_the_targets_is_told(tmp_path, top, is_told):
+    """Such as fastai's y_range: a sigmoid times the largest value that there is."""
+
+    def loss(model, x, y, _):
+        return F.mse_loss(model(x)[:, 0].sigmoid() * top, 8 + x[:, 0].sin())
+
+    found, record = told(tmp_path, steps_with(loss))
+    assert ("bounded_output" in found) == is_told, record.verdict
+
+
+@pytest.mark.parametrize("given", ["softmax", "scores", "log_softmax", "log_density", "one another"])
 def test_a_kl_divergence_of_probabilities_is_told(tmp_path, given):
     """A density on a grid may be above one, and is no probability: its targets do not add up to one."""
 
@@ -679,11 +690,13 @@ def test_a_kl_divergence_of_probabilities_is_told(tmp_path, given):
         scores, targets = model(x), F.one_hot(y, 3).float()
         if given == "log_density":
             return getattr(F, "kl_div")(scores.log_softmax(-1) + 3, 20 * targets, reduction="batchmean")  # noqa: B009
+        if given == "one another":  # two passes that teach each other, as in R-Drop
+            return plain_loss(model, x, y, 0) + F.kl_div(scores.softmax(-1), model(-x).softmax(-1), reduction="sum")
         mine = scores if given == "scores" else getattr(scores, given)(-1)
         return getattr(F, "kl_div")(mine, targets, reduction="batchmean")  # noqa: B009
 
     found, record = told(tmp_path, steps_with(loss))
-    assert ("kl_of_probabilities" in found) == (given in ("softmax", "scores"))
+    assert ("kl_of_probabilities" in found) == (given in ("softmax", "scores", "one another"))
     if given in ("softmax", "scores"):
         assert record.verdict.name == "kl_of_probabilities"
     assert "multiplied by" not in str(record.verdict)

@@ -53,9 +53,9 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
 
     The noise of a site is the median change of the logarithm of its rms from one look to the next, in the calmer of
     both; four standard deviations of it, and never less than rounding, are allowed, or ``tolerance`` where it is
-    given. Noise grows from rounding: where all was the same to the last bit, and the first number that is not differs
-    by far more, that number has parted. Rows that parted come first, by step and then in the order of a step; the
-    others follow.
+    given. Of the weights before the first step no more than rounding is. Noise grows from rounding: where all was the
+    same to the last bit, and the first number that is not differs by far more, that number has parted. Rows that parted
+    come first, by step and then in the order of a step; the others follow.
     """
     lines_a, lines_b = _lines(a), _lines(b)
     pairing = Pairing(lines_a, lines_b)
@@ -223,8 +223,12 @@ def _site(one: Line, other: Line, how: str, tolerance: float | None, rounding: f
     allowed = tolerance if tolerance is not None else _noise(one.values["rms"], other.values["rms"], rounding)
     table = np.stack([deltas[name] for name in _NUMBERS])
     worst = table.max(0)
-    parted = np.flatnonzero(worst > allowed)
+    limits = np.full(len(steps), allowed)
+    if tolerance is None and one.port == "param" and one.phase == "train":
+        limits[steps == 0] = rounding  # before the first step nothing can have drifted
+    parted = np.flatnonzero(worst > limits)
     at = int(parted[0]) if len(parted) else int(worst.argmax())
+    allowed = float(limits[at])
     number = _NUMBERS[int(table[:, at].argmax())]
     delta = float(worst[at])
     a, b = (float(values[number][places[at]]) for values, places in ((one.values, here), (other.values, there)))

@@ -129,7 +129,8 @@ def broadcast(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def bounded_output(sample: Sample, past: Past) -> Iterator[Hit]:
     """Logits of a cross entropy that come from a ReLU, a sigmoid or tanh, read from the autograd graph; or targets of a
-    squared or absolute error that lie outside of what such an activation can return, by more than a tenth."""
+    squared or absolute error that lie outside of what such an activation can return, times a number that it is
+    multiplied by, by more than a tenth."""
     found = sample.facts.get("bounded")
     if not found:
         return
@@ -140,10 +141,13 @@ def bounded_output(sample: Sample, past: Past) -> Iterator[Hit]:
         return
     told = [one for one in sample.facts.get("targets", ()) if one["function"] in _PAIRWISE]
     low, high = min((one["low"] for one in told), default=0.0), max((one["high"] for one in told), default=0.0)
-    least, most = {"relu": (0.0, math.inf), "sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0)}[by]
+    ends = {"relu": (0.0, math.inf), "sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0)}[by]
+    least, most = sorted(0.0 if not one else one * found["times"] for one in ends)
     beyond = 0.1 * (max(abs(low), abs(high)) if by == "relu" else most - least)
     if len(told) == 1 and (low < least - beyond or high > most + beyond):
-        span = "are never negative" if by == "relu" else f"lie between {least:g} and {most:g}"
+        span = (
+            f"are never {'negative' if most else 'positive'}" if by == "relu" else f"lie between {least:g} and {most:g}"
+        )
         yield Hit(("", ""), f"the outputs come from a {by} and {span}; the targets reach from {low:.4g} to {high:.4g}",
                   activation=by, low=low, high=high)  # fmt: skip
 

@@ -431,11 +431,17 @@ def _note_behind(one: str, chain: list[Any], name: str, found: dict[str, Any], *
     """Note what a loss function is given that it does not expect; ``chain``: the nodes behind that of the function;
     ``is_whole``: the loss is what it returns, or a mean of it, so that its sign is that of the loss."""
     others = list(map(name_of, chain))
-    behind = next((other for other in others if not is_view(other)), "")
+    behind, times = next((other for other in others if not is_view(other)), ""), 1.0
+    for node, other in zip(chain, others, strict=True) if one in MEANS else ():
+        if not is_view(other):
+            behind = other
+            if (factor := factor_of(node)) is None:
+                break
+            times *= factor
     if one.startswith(("NllLoss", "CtcLoss")) and behind != "LogSoftmaxBackward" and is_whole:
         found["nll"] = name
     if behind in _BOUNDS and one in ("LogSoftmaxBackward", "BinaryCrossEntropyWithLogitsBackward", *MEANS):
-        found["bounded"] = {"loss": name, "by": _BOUNDS[behind], "is_pairwise": one in MEANS}
+        found["bounded"] = {"loss": name, "by": _BOUNDS[behind], "is_pairwise": one in MEANS, "times": times}
     kept = next((at for at, other in enumerate(chain) if not _is_kept(other)), len(chain))
     inner = next((name_of(other) for other in without_average(chain[kept:]) if not is_view(name_of(other))), "")
     first, then = [*(other for other in others if not is_view(other)), "", ""][:2]

@@ -162,7 +162,8 @@ class SetupFacts:
 
     def _target(self, name: str, output: Any, target: Tensor, known: dict[str, Any]) -> None:
         is_plain = type(target) is Tensor and elements.is_plain(target) and elements.is_readable(target)
-        is_wanted = torch.is_grad_enabled() and not target.requires_grad and len(self._targets) < _MOST_TARGETS
+        is_constant = not target.requires_grad or name == "kl_div"  # of which each side may teach the other
+        is_wanted = torch.is_grad_enabled() and is_constant and len(self._targets) < _MOST_TARGETS
         if is_plain and is_wanted:
             told = self._attempt("targets", step_facts.target_of, name, output, target, self._labels, known)
             self._targets += [told] if told is not None else []
