@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gaff
+from gaff.views.run_text import reasons
 
 
 def told(tmp_path, train, **options):
@@ -1909,3 +1910,18 @@ def test_an_evaluation_after_all_training_is_told_also_where_little_follows(tmp_
         return outputs
 
     assert "eval_graphs_held" in told(tmp_path, train, every=1000)[0]
+
+
+def test_of_two_certain_mistakes_the_second_is_told_as_certain(tmp_path):
+    def train():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for x, y in batches(24):
+            F.cross_entropy(model(x).softmax(-1), y).backward()  # gradients are never cleared, either
+            optimizer.step()
+
+    _, record = told(tmp_path, train)
+    both = {record.verdict.name, *(one.name for one in record.verdict.alternatives if one.certainty == "certain")}
+    assert both == {"not_cleared", "double_softmax"}
+    [line] = [one for one in reasons(record) if one.startswith("  also wrong: ")]
+    assert line.removeprefix("  also wrong: ") in both - {record.verdict.name}

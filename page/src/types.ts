@@ -55,7 +55,7 @@ export interface About {
   evidence: string[];
   remedy: string;
   since: number | null;
-  others: [string, string][];
+  others: [name: string, text: string, certainty: string][];
   next: [string, string][]; // why, and what to run
   seconds: number | null;
   stepSeconds: number | null;

@@ -6,7 +6,7 @@ import { duration, evidence, number, percent, python } from "../format";
 import { type Curve, type Mark, smoothed } from "../lines";
 import { scalarsOf, seriesOf, siteNamed } from "../rundata";
 import { stepChart } from "../steps";
-import type { Finding, Run } from "../types";
+import type { About, Finding, Run } from "../types";
 import type { Page, View } from "../view";
 
 export const SIGN: Record<string, string> = { error: "✖", warning: "▲", info: "●", fine: "✔" };
@@ -79,10 +79,17 @@ function told(page: Page): HTMLElement[] {
     about.evidence.length > 0 && h("ul", { class: "because" }, ...about.evidence.map((one) => h("li", {}, one))),
     about.remedy !== "" && h("p", {}, h("b", {}, "What to do: "), about.remedy),
     ...about.next.map(([why, command]) => h("p", {}, h("b", {}, `${why === "to be sure" ? "To test this cause, run" : sentence(why)}: `), copyable(command))),
-    about.others.length > 0 && h("p", { class: "quiet" }, `It may also be: ${about.others.map(([name]) => name.replaceAll("_", " ")).join(", ")}`),
+    ...others(about.others, true, "Also wrong"),
+    ...others(about.others, false, "It may also be"),
     !run.complete && h("p", { class: "quiet" }, page.source.head.live ? "The run goes on." : `This is what the run had written (${run.about?.ended ?? "it goes on, or was killed"}).`),
   ];
   return parts.filter((one): one is HTMLElement => one !== false);
+}
+
+/** Other causes by name: those that are certain, or those that are not. */
+function others(all: About["others"], isCertain: boolean, what: string): HTMLElement[] {
+  const names = new Set(all.filter(([, , certainty]) => (certainty === "certain") === isCertain).map(([name]) => name.replaceAll("_", " ")));
+  return names.size > 0 ? [h("p", { class: isCertain ? "" : "quiet" }, `${what}: ${[...names].join(", ")}`)] : [];
 }
 
 function sentence(text: string): string {

@@ -12,7 +12,7 @@ _STYLES = (
     (r"(?<![\w-])suspicious(?=: )|\bwarning(?=: )|\bparted\b|\bthey differ first at [^ ]+", "yellow"),
     (r"(?<![\w-])healthy(?=: )|\bthe same in all\b", "green"),
     (r"(?<![\w-])not enough(?=: )|\binfo(?=: )", "cyan"),
-    (r"(?m)^  (because|do|to be sure|to find the op|also possible)(?=: | )", "bold"),
+    (r"(?m)^  (because|do|to be sure|to find the op|also wrong|also possible)(?=: | )", "bold"),
     (r"(?m)^[┌└].*[┐┘]$|(?m:^)│|│(?m:$)", "dim"),
     (r"\b(nan|inf|non-finite)\b|!+(?=\s)", "red"),
     (r"(?m)^(site|parameter|run|phase|pattern|node|gradient of)  .*$", "bold"),

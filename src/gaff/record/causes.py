@@ -113,7 +113,7 @@ def _is_refuted(claim: Claim, case: RunCase) -> bool:
 
 
 def _symptom(finding: Finding, case: RunCase) -> Claim:
-    """A finding that no cause explains: what it usually comes from is no more than possible.
+    """A finding that no cause explains: what it usually comes from is no more than possible, unless it was read.
 
     A remedy that an experiment has tried, and that has changed nothing, is told with that.
     """
@@ -122,7 +122,8 @@ def _symptom(finding: Finding, case: RunCase) -> Claim:
     vain = [one.name for one in tried if one is not None and KINDS[one.kind].is_remedy and known is not None
             and known.gain(one) < LEAST_GAIN]  # fmt: skip
     remedy = f"{finding.remedy} (tried, without effect: {', '.join(vain)})" if vain else finding.remedy
-    return Claim(finding.rule, "possible", text, (evidence_of(finding),), finding.since, remedy,
+    certainty = "certain" if finding.rule in READ and not _is_too_slow(finding) else "possible"
+    return Claim(finding.rule, certainty, text, (evidence_of(finding),), finding.since, remedy,
                  experiments=_EXPERIMENTS.get(finding.rule, ()))  # fmt: skip
 
 

@@ -30,11 +30,15 @@ _NEAR_GUESSING = 0.8  # of that loss: what ends above it has learned little
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another cause that what was seen would fit: its name, a sentence, and the experiments that would tell."""
+    """Another cause that what was seen would fit: its name, a sentence, and the experiments that would tell.
+
+    ``certainty``: as of a verdict; what is certain is wrong beside what the verdict tells, and not in its place.
+    """
 
     name: str
     text: str
     experiments: tuple[str, ...]
+    certainty: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ def judge_all(cases: Sequence[RunCase], failure: str | None = None) -> Verdict:
     at = told.index(worst)
     if worst.state in _ILL:
         others = [one for place, one in enumerate(told) if one.state in _ILL and place != at]
-        more = tuple(Alternative(one.name, one.cause, one.experiments) for one in others)
+        more = tuple(Alternative(one.name, one.cause, one.experiments, one.certainty) for one in others)
         return replace(worst, cause=f"{worst.cause}{_in_training(cases[at])}",
                        alternatives=(*worst.alternatives, *more))  # fmt: skip
     if all(one.state == "not enough" for one in told):
@@ -127,7 +131,7 @@ def judge(case: RunCase, failure: str | None = None) -> Verdict:
 
 
 def _others(found: list[Claim]) -> tuple[Alternative, ...]:
-    return tuple(Alternative(one.name, one.text, one.experiments) for one in found)
+    return tuple(Alternative(one.name, one.text, one.experiments, one.certainty) for one in found)
 
 
 def _missing(case: RunCase) -> str:

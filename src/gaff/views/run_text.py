@@ -175,8 +175,11 @@ def reasons(record: Record) -> list[str]:
     if verdict.remedy:
         lines.append(f"  do: {verdict.remedy}")
     lines += [f"  {why}: {command}" for why, command in next_commands(record)]
-    more = ", ".join(dict.fromkeys(one.name for one in verdict.alternatives if one.name != verdict.name))
-    return [*lines, f"  also possible: {more}"] if more else lines
+    others = [one for one in verdict.alternatives if one.name != verdict.name]
+    certain = dict.fromkeys(one.name for one in others if one.certainty == "certain")
+    possible = dict.fromkeys(one.name for one in others if one.name not in certain)
+    told = (("also wrong", certain), ("also possible", possible))
+    return [*lines, *(f"  {what}: {', '.join(names)}" for what, names in told if names)]
 
 
 def next_commands(record: Record) -> list[tuple[str, str]]:

@@ -182,7 +182,7 @@ def _about(record: Record, rank: int) -> dict[str, Any]:
         "evidence": list(verdict.evidence),
         "remedy": verdict.remedy,
         "since": verdict.since,
-        "others": [[one.name, one.text] for one in verdict.alternatives],
+        "others": [[one.name, one.text, one.certainty] for one in verdict.alternatives],
         "next": [list(one) for one in run_text.next_commands(record)],
         "seconds": told.seconds,
         "stepSeconds": told.step_s,
