@@ -314,3 +314,21 @@ def test_a_step_that_is_skipped_is_not_clipped_as_well(fused):
     assert (clipping.audit.clipped, clipping.audit.skipped) == (0, 1)
     assert torch.isinf(model.weight.grad[0, 0])
     assert model.weight.grad[0, 1] > 0
+
+
+@pytest.mark.parametrize("per", ["layer", "tensor"])
+def test_where_each_has_its_own_factor_the_smallest_is_told(per):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    clipping = gaff.clip_gradients(optimizer, norm=0.1, per=per, model=model)
+    (10 * model(torch.randn(16, 4)).square().mean()).backward()
+    groups = [list(one.parameters()) for one in model] if per == "layer" else [[one] for one in model.parameters()]
+    norms = [torch.stack([one.grad.norm() for one in group]).norm().item() for group in groups]
+    optimizer.step()
+    [row] = clipping.audit.rows
+    assert row.is_clipped
+    assert row.factor == pytest.approx(min(0.1 / max(norms), 1.0), rel=1e-4)
+    assert row.largest == ""
+    assert sum(clipping.audit.parameters.values()) == sum(norm > 0.1 for norm in norms) * (2 if per == "layer" else 1)
+    clipping.remove()

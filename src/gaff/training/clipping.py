@@ -194,6 +194,7 @@ class Clipping:
         limits = self._limits
         skip: bool | Tensor = ~total.isfinite() if limits.nonfinite == "skip" and is_told else False
         factor: Tensor | None = None
+        smallest: Tensor | None = None  # of several
         limit: Any = None  # to which gradients are scaled down
         told: Any = None  # what the audit tells
         if limits.value is not None:
@@ -207,6 +208,7 @@ class Clipping:
             factors = [(limits.norm / (one + TINY)).clamp(max=1.0) for one in each]
             foreach.scale_each(gradients, factors)
             self.audit.add_each(numbers, [one < 1 for one in factors])
+            smallest = torch.stack([one.to(factors[0].device) for one in factors]).min()
         elif limits.norm is not None or self._norms is not None:
             limit = told = limits.norm
             if self._norms is not None:
@@ -227,7 +229,8 @@ class Clipping:
         is_apart = len({one.device for one in norms}) > 1
         near = [one.to(norms[0].device) for one in norms] if is_apart else norms
         largest = torch.stack(near).argmax() if factor is not None else None
-        self.audit.add(total, factor, told, largest, numbers=numbers, skipped=skip, nonfinite=bad)
+        told_factor = smallest if factor is None else factor
+        self.audit.add(total, told_factor, told, largest, numbers=numbers, skipped=skip, nonfinite=bad)
         return skip
 
 

@@ -25,7 +25,8 @@ class StepRow:
 
     ``norm``: of all gradients together, before limiting, None where each was limited as it came
     (``when="backward"``); ``limit``: the largest norm allowed, None where it was not that norm which was limited;
-    ``factor``: what gradients were multiplied with, 1 for nothing; ``largest``: name of the parameter whose gradient
+    ``factor``: what gradients were multiplied with, the smallest where each layer or tensor has its own, 1 for
+    nothing and where elements were cut; ``largest``: name of the parameter whose gradient
     had the largest norm, empty where gradients were not scaled together; ``nonfinite``: names of those with NaN or inf.
     Names are those that parameters had at that step.
     """

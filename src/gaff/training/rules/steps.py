@@ -98,7 +98,7 @@ def unregistered(sample: Sample, past: Past) -> Iterator[Hit]:
     "not_owned",
     severity="warning",
     means="a parameter gets gradients, but is in no optimizer: it never changes",
-    cause="it was not passed to the optimizer, or its module was replaced after the optimizer was created",
+    cause="an optimizer that was not given it, or a module that was replaced after its optimizer was created",
     remedy="pass it to the optimizer, or set requires_grad=False if it is meant to stay as it is",
     least=3,
     share=0.5,
