@@ -67,7 +67,8 @@ def launch(
     child = start(command, program, env=inherited)
     processes = Processes(child.pid)
     code = _wait(child, processes)
-    gone = {} if processes.gone is None else {"gone": processes.gone}
+    is_known = processes.gone is not None and (processes.gone["how"] or code)  # else it may have ended well
+    gone = {"gone": processes.gone} if is_known else {}
     _note(folder, {"code": code, **gone})
     _tell(folder, quiet=quiet, plain=plain)
     if code < 0:
