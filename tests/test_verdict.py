@@ -101,10 +101,17 @@ def test_a_loss_below_zero_is_without_bound_at_a_hundred_times_where_it_falls_ev
 
 
 @pytest.mark.parametrize(
-    ("steps", "to", "state"), [(40, 2.35, "not enough"), (40, 1.9, "healthy"), (150, 2.35, "suspicious")]
+    ("steps", "first", "to", "state"),
+    [
+        (40, 2.31, 2.35, "not enough"),
+        (40, 2.31, 1.9, "healthy"),
+        (150, 2.31, 2.35, "suspicious"),
+        (40, 3.5, 2.6, "not enough"),  # it has fallen, and knows less than who guesses
+        (40, 3.5, 2.1, "healthy"),
+    ],
 )
-def test_a_short_run_whose_loss_stays_where_guessing_is_is_not_called_healthy(steps, to, state):
-    losses = curve([2.31 + (to - 2.31) * step / steps for step in range(steps)])
+def test_a_short_run_whose_loss_stays_where_guessing_is_is_not_called_healthy(steps, first, to, state):
+    losses = curve([first + (to - first) * step / steps for step in range(steps)])
     verdict = judge(RunCase((), steps, steps, {"loss": losses}, guess={"loss": 2.303}))
     assert verdict.state == state
     assert ("too few to tell whether anything is learned" in verdict.cause) is (state == "not enough")

@@ -25,6 +25,7 @@ LEAST_LOOKS = 5
 _NO_FALL = 1.5  # times the first stretch of a loss that ends there; chosen
 _FEW_STEPS = 100  # in which a loss may stay where it began; chosen
 _STILL = 0.95  # of the first stretch, and of guessing, of a loss that has stayed there; chosen
+_ABOVE = 1.02  # times what guessing gives: no part of it is learned yet
 _NEAR_GUESSING = 0.8  # of that loss: what ends above it has learned little
 
 
@@ -158,10 +159,13 @@ def _missing(case: RunCase) -> str:
 
 
 def _untold(case: RunCase) -> str:
-    """Of a short run whose only loss ends where guessing is, that nothing tells whether it learns; else empty."""
+    """Of a short run whose only loss ends where guessing is, or above, that nothing tells whether it learns; else
+    empty."""
     name, curve = case.loss or ("", None)
     guess = case.guess.get(name, 0.0)
-    if curve is None or case.successors or not curve.last > _STILL * max(guess, curve.first) >= _STILL * guess > 0:
+    if curve is None or case.successors or guess <= 0:
+        return ""
+    if curve.last <= _STILL * max(guess, curve.first) and curve.last <= _ABOVE * guess:
         return ""
     return (
         f"{case.steps} steps are too few to tell whether anything is learned: the loss {name!r} went from about "
