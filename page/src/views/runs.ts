@@ -16,7 +16,7 @@ export const runs: View = {
     const scalars = await Promise.all(page.runs.map((run) => scalarsOf(page.source, run)));
     const losses = [...new Set(scalars.flatMap((one) => Object.keys(one?.of ?? {}).filter((name) => name.startsWith("loss:"))))];
     const evaluated = [...new Set(page.runs.flatMap((run) => (run.about?.evaluated ?? []).map(([name]) => name)))];
-    const head = ["run", "verdict", "steps", "duration", ...losses.map((name) => `${name.replace("loss:", "")}, last step`), ...evaluated.map((name) => `evaluation (${name}), last`), "findings", "overhead", "ended with"];
+    const head = ["run", "verdict", "steps", "duration", ...losses.map((name) => `${name.replace("loss:", "")}, last step`), ...evaluated.map((name) => `evaluation (${name}), last`), "findings", "overhead", "end"];
     const rows = page.runs.map((run, at) => [
       h("a", { href: page.link("verdict", { run: at || null }) }, run.name),
       h("span", { class: `state ${run.level}` }, `${SIGN[run.level] ?? ""} ${run.about?.state ?? run.level}`),

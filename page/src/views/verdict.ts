@@ -53,7 +53,7 @@ function summary(page: Page): HTMLElement {
       ["duration", about.seconds === null ? "" : duration(about.seconds), ""],
       ["time per step", about.stepSeconds === null ? "" : duration(about.stepSeconds), ""],
       ["device", about.device, ""],
-      ["ended with", about.ended, about.hasFailed ? "error" : ""],
+      ["end", about.ended, about.hasFailed ? "error" : ""],
       ["looked at", `${run.looks} of ${run.steps} steps`, ""],
       ["overhead", about.spent === null ? "not in the record" : about.steady === null ? percent(about.spent) : `${percent(about.steady)}, at first more`, ""],
       ["processes", run.ranks.length > 1 ? `${run.ranks.length}` : "", ""],
