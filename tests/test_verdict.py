@@ -115,6 +115,7 @@ def test_a_short_run_whose_loss_stays_where_guessing_is_is_not_called_healthy(st
     verdict = judge(RunCase((), steps, steps, {"loss": losses}, guess={"loss": 2.303}))
     assert verdict.state == state
     assert ("too few to tell whether anything is learned" in verdict.cause) is (state == "not enough")
+    assert judge(RunCase((), 40, 40, {"loss": losses}, guess={"loss": math.nan})).state == "healthy"
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def _untold(case: RunCase) -> str:
     empty."""
     name, curve = case.loss or ("", None)
     guess = case.guess.get(name, 0.0)
-    if curve is None or case.successors or guess <= 0:
+    if curve is None or case.successors or not guess > 0:  # NaN: of no one scale
         return ""
     if curve.last <= _STILL * max(guess, curve.first) and curve.last <= _ABOVE * guess:
         return ""
