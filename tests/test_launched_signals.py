@@ -20,6 +20,17 @@ first.wait()
 """
 
 
+def two_ranks(monkeypatch):
+    """A command with two ranks that were seen, and how each has ended, by process; to be filled."""
+    ended = {}
+    monkeypatch.setattr(processes, "_children", lambda pid: [11, 12] if pid == 1 else [])
+    monkeypatch.setattr(processes, "_rank_of", {11: 0, 12: 1}.get)
+    monkeypatch.setattr(processes, "_ended", ended.get)
+    known = processes.Processes(1)
+    known.look()
+    return known, ended
+
+
 @pytest.mark.parametrize(
     ("how", "told", "gone"),
     [
@@ -33,12 +44,7 @@ first.wait()
     ],
 )
 def test_a_signal_to_the_whole_command_is_no_process_that_ended_first(monkeypatch, how, told, gone):
-    ended = {}
-    monkeypatch.setattr(processes, "_children", lambda pid: [11, 12] if pid == 1 else [])
-    monkeypatch.setattr(processes, "_rank_of", {11: 0, 12: 1}.get)
-    monkeypatch.setattr(processes, "_ended", ended.get)
-    known = processes.Processes(1)
-    known.look()
+    known, ended = two_ranks(monkeypatch)
     assert known.gone is None
     known.are_told = told
     ended[12] = how
@@ -47,12 +53,7 @@ def test_a_signal_to_the_whole_command_is_no_process_that_ended_first(monkeypatc
 
 
 def test_of_several_that_nobody_saw_end_none_is_named(monkeypatch):
-    ended = {}
-    monkeypatch.setattr(processes, "_children", lambda pid: [11, 12] if pid == 1 else [])
-    monkeypatch.setattr(processes, "_rank_of", {11: 0, 12: 1}.get)
-    monkeypatch.setattr(processes, "_ended", ended.get)
-    known = processes.Processes(1)
-    known.look()
+    known, ended = two_ranks(monkeypatch)
     ended.update({11: "?", 12: "?"})
     known.look()
     assert known.gone is None
