@@ -18,13 +18,14 @@ from gaff.training.watch.loss_terms import (
     is_error,
     is_error_by_hand,
     is_of_differences,
+    is_passed,
     is_view,
     name_of,
     part_over_classes,
     signed,
+    source_of,
     taken_from,
     terms_of,
-    without_average,
     without_smoothing,
 )
 from gaff.training.watch.models import Models
@@ -55,7 +56,6 @@ _ONE_BY_ONE = (
 _ALONE = ("UnsqueezeBackward", "ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "ExpandBackward")
 _OF_TERMS = ("axis", "axis_dim", "doubled", "spread", "alone", "outside")
 _MOST_ALONG = 64  # behind a loss, along the first input of each
-_LITTLE = 2.0  # times what a softmax or sigmoid may be multiplied and still count as what it is
 _BOUNDS = {"ReluBackward": "relu", "SigmoidBackward": "sigmoid", "TanhBackward": "tanh"}
 
 
@@ -221,7 +221,7 @@ def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: di
     if one == "LogSoftmaxBackward" and is_picked:
         _note_softmax(chain[at], name, found, is_end=False, is_of_nll=True)
     if one == "SoftmaxBackward":
-        before = next((place for place in range(at - 1, -1, -1) if not _is_passed(names[place])), 0)  # log(p + 1e-9)
+        before = next((place for place in range(at - 1, -1, -1) if not is_passed(names[place])), 0)  # log(p + 1e-9)
         is_log_of_nll = names[before] == "LogBackward" and names[0].startswith("NllLoss")
         if is_log_of_nll and names[0][:9] == "NllLoss2D" and not any(map(is_view, names[:at])):
             _note_axis(chain[at], name, found)
@@ -407,7 +407,7 @@ _SAME_ORDER = ("View", "UnsafeView", "Reshape", "Unsqueeze")  # what torch itsel
 def _is_of_pairs(chain: list[Any], names: list[str], at: int) -> bool:
     """Whether the log_softmax at a place runs over scores that were made one by one, or put together: of a right answer
     among wrong ones, which may always be the first."""
-    inner = next((place for place in range(at + 1, len(names)) if not _is_passed(names[place])), None)
+    inner = next((place for place in range(at + 1, len(names)) if not is_passed(names[place])), None)
     if inner is None:
         return False
     made = chain[inner]._input_metadata
@@ -442,8 +442,7 @@ def _note_behind(one: str, chain: list[Any], name: str, found: dict[str, Any], *
         found["nll"] = name
     if behind in _BOUNDS and one in ("LogSoftmaxBackward", "BinaryCrossEntropyWithLogitsBackward", *MEANS):
         found["bounded"] = {"loss": name, "by": _BOUNDS[behind], "is_pairwise": one in MEANS, "times": times}
-    kept = next((at for at, other in enumerate(chain) if not _is_kept(other)), len(chain))
-    inner = next((name_of(other) for other in without_average(chain[kept:]) if not is_view(name_of(other))), "")
+    inner = source_of(chain)
     first, then = [*(other for other in others if not is_view(other)), "", ""][:2]
     if (one, inner) in _TWICE:
         outer = "a log_softmax" if one == "LogSoftmaxBackward" else "a sigmoid"
@@ -489,16 +488,3 @@ def _note_sign(names: list[str], name: str, found: dict[str, Any]) -> None:
     known = next((_POSITIVE[one] for one in names[1:4] if one in _POSITIVE), None)
     if names and names[0] == "NegBackward" and known is not None:
         found["negated"] = {"loss": name, "of": known}
-
-
-def _is_kept(node: Any) -> bool:
-    """Whether a node leaves what a softmax or sigmoid returns about as it is; not one that joins it with something
-    else, as a gate does, or makes it much larger, as scores that are to be bounded are."""
-    is_mixed = not is_view(name_of(node)) and sum(one is not None for one, _ in node.next_functions) > 1
-    return _is_passed(name_of(node)) and not is_mixed and abs(factor_of(node) or 1.0) <= _LITTLE
-
-
-def _is_passed(name: str) -> bool:
-    """Whether a node also passes a softmax on as what it is: clamped, scaled or shifted by little."""
-    return is_view(name) or name in ("ClampBackward", "ClampMinBackward", "ClampMaxBackward", "MulBackward",
-                                      "DivBackward", "AddBackward")  # fmt: skip

@@ -13,6 +13,7 @@ from gaff.compat.autograd import kept_by
 
 _DEPTH = 10
 _MOST_TERMS = 32
+_LITTLE = 2.0  # times what a softmax or sigmoid may be multiplied and still count as what it is
 _VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "TransposeBackward",
           "PermuteBackward", "UnsqueezeBackward", "ToCopyBackward", "CloneBackward", "IndexBackward", "SelectBackward",
           "SliceBackward", "IndexSelectBackward", "MaskedSelectBackward", "AliasBackward", "ExpandBackward",
@@ -139,7 +140,7 @@ def without_smoothing(chain: list[Any]) -> list[Any]:
     return terms[0] if first is not None and first is second and is_mean else chain
 
 
-def without_average(chain: list[Any]) -> list[Any]:
+def _without_average(chain: list[Any]) -> list[Any]:
     """The chain of the first of several softmaxes or sigmoids of which something is the sum or the mean, as that of an
     ensemble is, or the mean by what another softmax weights them with; any other as it is."""
     terms = terms_of(chain[0]) if chain else []
@@ -196,6 +197,26 @@ def factor_of(node: Any) -> float | None:
 def is_view(name: str) -> bool:
     """Whether an autograd node of this name only passes values on, in another shape, order or type."""
     return name in _VIEWS
+
+
+def source_of(chain: list[Any]) -> str:
+    """The kind of the node that made what a chain hands on: past those that leave it about as it is, and past the mean
+    of several."""
+    kept = next((at for at, one in enumerate(chain) if not _is_kept(one)), len(chain))
+    return next((name for one in _without_average(chain[kept:]) if not is_view(name := name_of(one))), "")
+
+
+def _is_kept(node: Any) -> bool:
+    """Whether a node leaves what a softmax or sigmoid returns about as it is; not one that joins it with something
+    else, as a gate does, or makes it much larger, as scores that are to be bounded are."""
+    is_mixed = not is_view(name_of(node)) and sum(one is not None for one, _ in node.next_functions) > 1
+    return is_passed(name_of(node)) and not is_mixed and abs(factor_of(node) or 1.0) <= _LITTLE
+
+
+def is_passed(name: str) -> bool:
+    """Whether a node also passes a softmax on as what it is: clamped, scaled or shifted by little."""
+    return is_view(name) or name in ("ClampBackward", "ClampMinBackward", "ClampMaxBackward", "MulBackward",
+                                      "DivBackward", "AddBackward")  # fmt: skip
 
 
 def is_of_differences(chain: list[Any]) -> bool:
