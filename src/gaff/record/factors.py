@@ -27,6 +27,18 @@ def at_first_scale(name: str, values: Iterable[tuple[int, float]], looks: list[L
     return [(step, value * weights[0] / weights[max(0, bisect_right(steps, step) - 1)]) for step, value in values]
 
 
+def short_groups(passes: Iterable[tuple[int, float]]) -> set[int]:
+    """The steps that had fewer backward ``passes``, of which there is a number by step, than the steps around them.
+
+    At the end of an epoch fewer batches may be left than gradients are accumulated over. What divides a loss is then
+    another number, and its value is not of the scale of the others.
+    """
+    counts = list(passes)
+    edges = counts[1:2] + counts + counts[-2:-1]  # the first and the last have one neighbour, on both sides of them
+    around = zip(edges, counts, edges[2:], strict=False)
+    return {step for (_, before), (step, count), (_, after) in around if count < min(before, after)}
+
+
 def factor_of(name: str, looks: list[Look]) -> float:
     """The factor of a loss that ``at_first_scale`` has left on its values; 1 where there is none.
 

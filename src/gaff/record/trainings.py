@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from gaff.record.curve import Curve
 from gaff.record.experiments import Experiments
-from gaff.record.factors import at_first_scale, factor_of, guesses
+from gaff.record.factors import at_first_scale, factor_of, guesses, short_groups
 from gaff.record.finding import Finding, by_severity
 from gaff.record.label_order import label_order
 from gaff.record.part import RankPart
@@ -148,8 +148,11 @@ def _case(record: RunLog, part: RankPart, training: Training, *, is_first: bool)
     def series(name: str) -> list[tuple[int, float]]:
         return [pair for pair in record.scalar(name, part.rank) if training.has(pair[0])]
 
-    losses = {name: Curve.of(at_first_scale(name, record.scalar(f"loss:{name}", part.rank), told))
+    short = _short_groups(record, part, training)
+    of_groups = [(step, one) for step, one in told if step not in short]
+    values = {name: [(step, value) for step, value in record.scalar(f"loss:{name}", part.rank) if step not in short]
               for name in training.losses}  # fmt: skip
+    losses = {name: Curve.of(at_first_scale(name, pairs, of_groups)) for name, pairs in values.items()}
     findings = [one for one in record.findings if training.has(one.since)]
     is_elsewhere = any(one.rule == "lr_zero" and one.rank != part.rank for one in findings)  # not of these rates
     lr = Curve.of(series("lr")) if "lr" in part.series and not is_elsewhere else None
@@ -161,15 +164,21 @@ def _case(record: RunLog, part: RankPart, training: Training, *, is_first: bool)
     around = _around_jump(record, part, findings)
     return RunCase(
         by_severity(findings), training.length(record.steps), sum(map(training.has, record.looks)), losses, lr,
-        guesses(told), max(optimizers, default=1), tried if tried is None or not tried.goes_on else None,
+        guesses(of_groups), max(optimizers, default=1), tried if tried is None or not tried.goes_on else None,
         _unstepped(part),
         SingleSteps(tuple(norms), *around, is_search, is_raised, last, large, training.parts[0][0]),
         4 * sum(map(acts, looks)) > len(looks),
-        {name: factor_of(name, told) for name in losses},
+        {name: factor_of(name, of_groups) for name in losses},
         Evaluations(evaluated(part, training), *_how_evaluated(part, looks, training)),
         _reach(looks),
         label_order(told),
     )  # fmt: skip
+
+
+def _short_groups(record: RunLog, part: RankPart, training: Training) -> set[int]:
+    """The steps over fewer batches than gradients are accumulated over around them."""
+    counted = [name for one in training.losses if (name := f"passes:{one}") in part.series]
+    return {step for name in counted for step in short_groups(record.scalar(name, part.rank))}
 
 
 def _unstepped(part: RankPart) -> Unstepped:

@@ -245,7 +245,8 @@ def _of_loss(case: RunCase) -> str:
         return "no loss was seen"
     name, curve = case.loss
     factor = case.factors.get(name, 1.0)
-    times = f" (multiplied by {factor:.3g} before its backward pass)" if factor != 1.0 else ""
+    without = f"without that {curve.last / factor:.4g} at the end"
+    times = f" (multiplied by {factor:.3g} before its backward pass, {without})" if factor != 1.0 else ""
     if case.is_rescaled(name):
         times = " (multiplied by other numbers later than at first before its backward pass: no values to compare)"
     began = f"{curve.start:.4g}, and up to {curve.early_peak[1]:.4g} at step {curve.early_peak[0]}," \

@@ -9,17 +9,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gaff.compat import distributed, elements
+from gaff.compat import autograd, distributed, elements
 from gaff.inspection.nonfinite.unsafe_ops import UnsafeOp, steep_ops
 from gaff.training.watch.kept_graphs import LossGraphs
 from gaff.training.watch.loss_graph import facts_of_graph, teaches_targets
+from gaff.training.watch.loss_terms import factor_of
 from gaff.training.watch.mixing_axis import mistaken
 from gaff.training.watch.scaled_losses import ScaledLosses, scale_of
 from gaff.training.watch.variable_names import caller, name_of_loss
@@ -62,13 +64,15 @@ class StepNumbers(NamedTuple):
     """What the losses of a step tell, at one moment; values and scale may be tensors on a device.
 
     ``lr``: the learning rate of the leading optimizer's first parameter group when it stepped last, NaN before that;
-    ``unclipped``: the norm that ``clip_grad_norm_`` has found in this step, None where it was not called.
+    ``unclipped``: the norm that ``clip_grad_norm_`` has found in this step, None where it was not called; ``passes``:
+    of how many backward passes a loss is the mean, by name, where they are several.
     """
 
     lr: float
     losses: dict[str, Any]
     scale: Any
     unclipped: Any = None
+    passes: Mapping[str, int] = MappingProxyType({})
 
 
 def _at_once(what: str, action: Callable[..., Any], *arguments: Any) -> Any:
@@ -169,7 +173,7 @@ class Losses:
         self._now[name] = total + number, count + 1
         is_finite = math.isfinite(number)
         is_told = is_finite and not (is_trial and count)
-        return Noted(name, not is_finite, scale, self._spike(name, number) if is_told else None)
+        return Noted(name, not is_finite, scale, self._spike(name, number, _weight(named)) if is_told else None)
 
     def _note_graph(self, tensor: Tensor, named: Tensor | None, name: str, scale: Any) -> None:
         """Note what the graph behind a loss tells; ``named`` is what a GradScaler has multiplied, None if it is gone.
@@ -229,7 +233,8 @@ class Losses:
 
     def numbers(self) -> StepNumbers:
         """The losses, the learning rate and the factor of a GradScaler as they are now, for the row of this step."""
-        return StepNumbers(self.lr, self.values(), self.scale, self.unclipped)
+        passes = {name: count for name, (_, count) in self._now.items() if count > 1}
+        return StepNumbers(self.lr, self.values(), self.scale, self.unclipped, passes)
 
     def drop_rest(self, steps: int) -> int:
         """Forget the losses since the last of ``steps`` steps, where they are more than twice as many as a step has had
@@ -271,8 +276,8 @@ class Losses:
         numbered = (name if not number else f"{name}#{number + 1}" for number in range(len(taken) + 1))
         return next(one for one in numbered if one not in taken)
 
-    def _spike(self, name: str, value: float) -> Spike | None:
-        """The spike that ``value`` is, or None; it is remembered for later ones either way.
+    def _spike(self, name: str, value: float, weight: float) -> Spike | None:
+        """The spike that ``value`` is, or None; it is remembered for later ones either way, without its ``weight``.
 
         A spike is six standard deviations above the mean of the last 128 values (as in OLMo-core's SkipStep), above
         three times that mean, above half of the first value, and above twice the largest of these values: the
@@ -281,6 +286,7 @@ class Losses:
         told, nor where one of the last 32 was not positive; but from the fourth on an early one: a hundred times the
         largest so far.
         """
+        value /= weight
         past = self._past.setdefault(name, PastLosses(value))
         found, is_above = None, False
         if len(past.values) >= _LEAST:
@@ -288,9 +294,10 @@ class Losses:
             is_above = value > mean + _HIGH * deviation > mean
             is_far = value > mean + _DEVIATIONS * deviation and value > 3 * abs(mean)
             if is_far and value > max(0.5 * abs(past.first), 2 * max(past.values)) and not past.is_restless(value):
-                found = Spike(name, value, mean, deviation)
+                found = Spike(name, value * weight, mean * weight, deviation * weight)
         elif len(past.values) >= _FEW and value > _FAR * max(map(abs, past.values)):
-            found = Spike(name, value, *past.moments(), is_early=True)
+            mean, deviation = past.moments()
+            found = Spike(name, value * weight, mean * weight, deviation * weight, is_early=True)
         if is_above and not past.is_above:
             self._rises()
         past.is_above = is_above
@@ -326,6 +333,13 @@ class PastLosses:
         count = len(self.values)
         mean = sum(self.values) / count
         return mean, math.sqrt(sum([(value - mean) ** 2 for value in self.values]) / count)
+
+
+def _weight(loss: Tensor | None) -> float:
+    """By what a loss was multiplied as the last thing, where that makes it smaller: what accumulates gradients divides
+    by the number of batches, which is another one at the end of an epoch."""
+    factor = factor_of(maker) if loss is not None and (maker := autograd.maker_of(loss)) is not None else None
+    return factor if factor is not None and 0 < factor < 1 else 1.0
 
 
 def _hypot(one: Any, other: Any) -> Any:

@@ -40,6 +40,7 @@ class StepSeries:
         self.latest: dict[str, float] = {}
         self._pulses: list[Pulse] = []
         self._norms: dict[int, float] = {}  # of all gradients, by step
+        self._several: set[str] = set()  # losses that were the mean of several backward passes
         self._is_spread = False  # several processes train together, or did until now
 
     def __len__(self) -> int:
@@ -67,8 +68,9 @@ class StepSeries:
     def columns(self, pulses: Sequence[Pulse]) -> dict[str, list[float]]:
         """The numbers of consecutive steps as columns by name, NaN where there is none. Waits for devices.
 
-        ``unclipped_norm`` is there only where ``clip_grad_norm_`` is called, ``scale`` and ``skipped`` only with a
-        GradScaler, ``to_forward`` and ``to_backward`` (see ``Alone``) only where several processes train together.
+        ``unclipped_norm`` is there only where ``clip_grad_norm_`` is called, ``passes:NAME`` only of losses that are
+        the mean of several backward passes, ``scale`` and ``skipped`` only with a GradScaler, ``to_forward`` and
+        ``to_backward`` (see ``Alone``) only where several processes train together.
         """
         nothing = math.nan
         names = dict.fromkeys(name for one in pulses for name in one.numbers.losses)
@@ -84,6 +86,11 @@ class StepSeries:
             columns["unclipped_norm"] = losses.read_all(nothing if one is None else one for one in norms)
         for name in names:
             columns[f"loss:{name}"] = losses.read_all(one.numbers.losses.get(name, ABSENT) for one in pulses)
+        self._several.update(name for one in pulses for name in one.numbers.passes)
+        for name in self._several & names.keys():
+            columns[f"passes:{name}"] = [
+                float(one.numbers.passes.get(name, 1)) if name in one.numbers.losses else nothing for one in pulses
+            ]
         scales: list[Any] = [one.numbers.scale for one in pulses]
         if any(one is not None for one in scales):
             columns["scale"] = losses.read_all(nothing if one is None else one for one in scales)
