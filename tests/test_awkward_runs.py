@@ -268,6 +268,34 @@ def test_a_loss_of_pairs_both_ways_is_held_against_guessing(tmp_path, way, are_p
         assert "stays at the level of guessing" in str(verdict)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["logsigmoid", "softplus", "sigmoid", "half"])
+@pytest.mark.parametrize("how", ["learned", "slowly", "random"])
+def test_a_loss_of_preferred_ones_is_held_against_an_even_score(tmp_path, way, how):
+    torch.manual_seed(0)
+    users, items = (nn.Embedding(100, 8) for _ in range(2))
+    for one in (users, items):
+        nn.init.normal_(one.weight, std=0.1)
+    liked = torch.randn(100, 3) @ torch.randn(3, 100)
+    optimizer = torch.optim.Adam([*users.parameters(), *items.parameters()], 1e-2 if how != "slowly" else 1.5e-3)
+
+    def loss(who, one, other):
+        if how != "random":
+            is_better = liked[who, one] > liked[who, other]
+            one, other = torch.where(is_better, one, other), torch.where(is_better, other, one)
+        score = (users(who) * (items(one) - items(other))).sum(1)
+        return {"logsigmoid": lambda: -F.logsigmoid(score).mean(), "softplus": lambda: F.softplus(-score).mean(),
+                "sigmoid": lambda: (-torch.log(torch.sigmoid(score) + 1e-8)).mean(),
+                "half": lambda: F.logsigmoid(score).mean().neg() / 2}[way]()  # fmt: skip
+
+    verdict = steps_of(nn.ModuleList([users, items]), optimizer, tmp_path / "run", 200,
+                       lambda: tuple(torch.randint(0, 100, (3, 512))), loss).verdict  # fmt: skip
+    assert (verdict.state == "healthy") is (how != "random"), str(verdict)
+    if how == "random":
+        assert verdict.name == "labels_do_not_belong"
+        assert f"guessing gives {math.log(2) / (2 if way == 'half' else 1):.4g}" in str(verdict.evidence)
+
+
 @pytest.mark.parametrize("wrong", ["model", "averaged", ""])
 def test_each_of_two_models_is_looked_at_as_it_is_evaluated(tmp_path, wrong):
     torch.manual_seed(0)

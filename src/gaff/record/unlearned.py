@@ -20,7 +20,7 @@ _RESTLESS = 0.7  # how far single steps of a loss lie from their stretch, of it,
 @cause
 def nothing_learned(case: RunCase) -> Claim | None:
     """A loss within 5 % of what guessing gives after a hundred steps or more, in a run in which nothing else was found,
-    and which has never been a fifth below.
+    and which has never been a fifth below, nor ends a fiftieth below and by four times what single steps differ by.
 
     Layers that are dead, steps that are too small or too large, gradients that do not arrive would have been: what is
     left are labels that do not belong to the inputs, or a task that is hard. With such labels weights shrink, and ReLUs
@@ -32,6 +32,8 @@ def nothing_learned(case: RunCase) -> Claim | None:
     name, curve = case.loss
     guess = case.guess[name]
     if abs(curve.last - guess) > 0.05 * guess or min(curve.values) < 0.8 * guess:  # it has been lower
+        return None
+    if guess - curve.last > max(4 * curve.spread, 0.02 * guess):  # as of pairs that it begins to tell apart
         return None
     told = f"the loss {name!r} is {curve.last:.4g} at the end and was {curve.first:.4g} at the beginning; guessing " \
            f"gives {guess:.4g}; no rule found anything in activations, gradients and updates"  # fmt: skip

@@ -17,6 +17,7 @@ from gaff.training.watch.loss_terms import (
     factor_of,
     is_error,
     is_error_by_hand,
+    is_logistic,
     is_of_differences,
     is_passed,
     is_view,
@@ -68,6 +69,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     - ``classes``: how many classes a mean of the negative log-likelihood has that is the loss itself, no part of a sum;
       or each of the two that are all of it, of pairs with one another both ways
     - ``mean_of``: that a mean squared or absolute error, or a mean binary cross entropy, is it
+    - ``logistic``: that it is the mean of a softplus, or of minus the logarithm of a sigmoid
     - ``nll``: that it, or a CTC loss, was not given log-probabilities
     - ``axis``: that its softmax or log_softmax ran over the batch
     - ``doubled``: that a softmax or a sigmoid was applied twice
@@ -107,9 +109,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
         _note_likelihood(names, name, found)
     if names[:1] == ["RsubBackward"]:  # a number less the loss: of its value nothing can be said
         return found
-    first = next((at for at, one in enumerate(names) if not is_view(one)), None)
-    if first is not None and _is_mean(chain[first], names[first : first + 2]):
-        found["mean_of"] = name
+    found |= dict.fromkeys(_guessed_by(chain, names, factor), name)
     for at in range(len(names)):
         _note_node(chain, names, at, name, found)
     spread = _spread(chain)
@@ -119,6 +119,13 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     if chain and factor > 0:
         found = _facts_of_terms(terms_of(chain[0]), taken_from(chain[0]), name) | found
     return found
+
+
+def _guessed_by(chain: list[Any], names: list[str], factor: float) -> list[str]:
+    """Those facts of a loss by which it is known what guessing gives, but for classes."""
+    first = next((at for at, one in enumerate(names) if not is_view(one)), None)
+    is_mean = first is not None and _is_mean(chain[first], names[first : first + 2])
+    return ["mean_of"] * is_mean + ["logistic"] * (factor > 0 and is_logistic(chain))
 
 
 def _facts_of_terms(terms: list[list[Any]], taken: list[list[Any]], name: str) -> dict[str, Any]:

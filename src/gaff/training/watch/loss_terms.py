@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -197,6 +198,19 @@ def factor_of(node: Any) -> float | None:
 def is_view(name: str) -> bool:
     """Whether an autograd node of this name only passes values on, in another shape, order or type."""
     return name in _VIEWS
+
+
+def is_logistic(chain: list[Any]) -> bool:
+    """Whether a loss is a mean of ``log(1 + exp(-score))``, as of pairs of which one is to have the higher score: by
+    softplus, or as minus a log_sigmoid or the logarithm of a sigmoid."""
+    kinds = [name for one in chain if not is_view(name := name_of(one))]
+    outer = list(takewhile(lambda kind: kind in ("MeanBackward", "NegBackward"), kinds))
+    inner = [kind for kind in kinds[len(outer) :] if kind not in ("AddBackward", "ClampBackward", "ClampMinBackward")]
+    ends = ["SoftplusBackward"], ["LogSigmoidBackward"], ["LogBackward", "SigmoidBackward"]
+    is_minus = outer.count("NegBackward") == 1
+    return outer.count("MeanBackward") == 1 and any(
+        inner[: len(end)] == end and is_minus == (end is not ends[0]) for end in ends
+    )
 
 
 def source_of(chain: list[Any]) -> str:

@@ -306,11 +306,10 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
     """What of a step's facts goes into the record as JSON; tensors and dicts are left out.
 
     ``guess`` is what guessing gives: of a loss over classes the entropy of the labels where they were seen, else the
-    logarithm of the number of classes; of others what the spread of the targets over a batch makes of the loss.
-    ``labels``: how often each class comes, of a few; of more the guess is by all looks so far (``is_pooled``);
-    ``among``: how many classes there are.
-    ``reach``: the least and the largest target of squared and
-    absolute errors.
+    logarithm of the number of classes; of a logistic loss without targets, as of pairs, ln 2; of others what the spread
+    of the targets over a batch makes of the loss. ``labels``: how often each class comes, of a few; of more the guess
+    is by all looks so far (``is_pooled``); ``among``: how many classes there are. ``reach``: the least and the largest
+    target of squared and absolute errors.
     """
     plain = {name: one for name, one in told.items() if isinstance(one, (str, int, float, bool, type(None), list))}
     factor = told.get("factor", {"loss": "", "by": 1.0})
@@ -344,5 +343,7 @@ def _guess(told: Mapping[str, Any]) -> tuple[str, float]:
         among = told["classes"].get("times", 1.0) * math.log(told["classes"]["count"])
         # of pairs the right one may always be the first, so that their labels tell nothing
         return told["classes"]["loss"], among if "scores" in told else min(entropy, among)
+    if "logistic" in told:  # by a score of zero for all
+        return told["logistic"], math.log(2)
     spreads = [one["spread"] for one in targets if "spread" in one]
     return (told["mean_of"], spreads[0]) if "mean_of" in told and len(spreads) == 1 else ("", 0.0)
