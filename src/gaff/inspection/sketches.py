@@ -29,6 +29,7 @@ from gaff.record.picture import LENGTH
 _PERIOD = 1 << 20
 _LEAST = 0.7  # the smallest size of a weight; chosen, for how well two elements that are exchanged are told apart
 _SIZE = math.sqrt((1 + _LEAST + _LEAST**2) / 3)  # the root of the mean square of numbers between that and 1
+_PROJECTED = _PERIOD >> 2  # elements of a tensor that count in its projections
 _SOME = 1 << 12  # elements of a parameter that stand for all
 _DENSE = 1 << 24  # elements of a sparse tensor that is written out
 _NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16)
@@ -154,6 +155,33 @@ def digests_of_some(tensors: Sequence[Tensor]) -> list[str]:
             known.setdefault(one.device, []).append(one)
     read = {device: iter(torch.stack(ones).tolist()) for device, ones in known.items()}
     return ["" if one is None else f"{next(read[one.device]):x}" for one in found]
+
+
+@torch.no_grad()
+def projections(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """For each tensor four sums of its elements with random weights, [4] on its device; None of what cannot be read.
+
+    Where two tensors differ, so do these, by about as much as the norm of the difference. Of a tensor with more than
+    2**18 elements every nth is read. Costs two passes over these, and waits for nothing.
+    """
+    found: list[Tensor | None] = [None] * len(tensors)
+    alike: dict[tuple[torch.device, torch.dtype, int], list[tuple[int, Tensor]]] = {}
+    for at, tensor in enumerate(tensors):
+        value = readable(tensor.detach())
+        if value is not None and not value.is_meta:
+            flat = (value.cpu() if value.is_mps else value).reshape(-1)
+            flat = flat[:: -(-flat.numel() // _PROJECTED)]
+            alike.setdefault((flat.device, flat.dtype, flat.numel()), []).append((at, flat))
+    for (device, dtype, size), several in alike.items():
+        weights = _weights(str(device))[: 4 * size].view(4, size)
+        together = _PROJECTED // size
+        for begin in range(0, len(several), together):
+            part = several[begin : begin + together]
+            rows = torch.stack([flat for _, flat in part]).to(torch.float32 if dtype in _NARROW else torch.float64)
+            sums = (rows.unsqueeze(1) * weights).sum(2, dtype=torch.float64) / _SIZE
+            for (at, _), row in zip(part, sums.unbind(), strict=True):
+                found[at] = row
+    return found
 
 
 @lru_cache(maxsize=8)

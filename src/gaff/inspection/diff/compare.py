@@ -31,16 +31,17 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None, pairs: Mapping[str, 
         tolerance: the relative difference that is allowed. None: what rounding explains, of traces; of runs their own
             noise from look to look.
 
-        pairs: of two traces, modules of ``a`` that go by another name in ``b``, with all that is inside them:
+        pairs: modules of ``a`` that go by another name in ``b``, with all that is inside them:
             ``{"encoder.layer": "blocks"}``.
 
     Sites are matched by address. Of traces what has no namesake is matched by its weights, then by what it returns,
-    then, as a guess, by order and shapes: guesses that differ are dropped where both return the same in the end. What
-    runs have without a namesake is matched by order and size. Returns a ``Difference``, which is True where
-    they part: ``first``, ``rows``, ``verdict``, ``to_json()``, ``save("diff.html")``. Needs no torch; runs need numpy.
+    then, as a guess, by order and shapes: guesses that differ are dropped where both return the same in the end. Of
+    runs members of a list that have moved are matched by their parameters, the rest by order and size. Returns a
+    ``Difference``, which is True where they part: ``first``, ``rows``, ``verdict``, ``to_json()``, ``save("diff.html")``.
+    Needs no torch; runs need numpy.
 
     Raises:
-        PlanError: for two things that cannot be compared, and for ``pairs`` of runs, or that name no module.
+        PlanError: for two things that cannot be compared, and for ``pairs`` that name no module.
         RecordError: for what cannot be read.
     """
     is_number = tolerance is None or (isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool))
@@ -59,11 +60,9 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None, pairs: Mapping[str, 
         found, why = part_traces(one, other, names, tolerance, pairs or {}), "rounding"
     elif isinstance(one, Record) and isinstance(other, Record):
         extras.need("numpy", "page", for_="a comparison of two runs")
-        if pairs:
-            raise PlanError("pairs was given for two runs: expected two traces, whose modules may have other names")
         from gaff.inspection.diff.runs import part_records
 
-        found, why = part_records(one, other, names, tolerance), "rounding or noise"
+        found, why = part_records(one, other, names, tolerance, pairs or {}), "rounding or noise"
     else:
         raise PlanError(f"{name} is a {_kind(one)} and {other_name} a {_kind(other)}: expected two runs, or two traces")
     return replace(found, allowed=why if tolerance is None else f"the tolerance of {tolerance:g}")

@@ -13,15 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gaff.inspection.diff.difference import ROUNDOFF, Difference, DiffRow, shown, state_of
-from gaff.inspection.diff.pairs import Pairing
-from gaff.record.cube import Cube, read_cubes
+from gaff.inspection.diff.run_lines import NUMBERS, Line, lines_of, marked_apart, pairing_of
 from gaff.record.run import Record
-from gaff.record.sample import port_of
 from gaff.record.summary import summary_of
 
-_EVERY = 1 << 30  # columns: no bucket holds more than one look
 _ODD = ("nan", "positive_inf", "negative_inf")
-_NUMBERS = ("rms", "mean", "min", "max", "zeros", *_ODD)
 _LEAST = 1e-3  # of the median rms of a port: gradients below it are rounding of the others
 _ROUNDING = 1e-5  # what another order of summation makes of single precision in a few steps
 _DEVIATIONS = 4.0
@@ -33,35 +29,20 @@ _PHASES = {"input": "forward", "output": "forward", "grad_output": "backward", "
 _ORDER = ("batch", "weights", "forward", "loss", "backward", "parameter", "evaluation")
 
 
-class Line(NamedTuple):
-    """One site of one run over its looks, in one phase of the run.
-
-    ``elements``: how many were finite at the first look. ``steps``: the looks that have it, ascending; ``values``: by
-    name of a number, float64, one for each of ``steps``.
-    """
-
-    name: str
-    port: str
-    phase: str
-    elements: float
-    steps: Any
-    values: Mapping[str, Any]
-
-
-def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float | None) -> Difference:
+def part_records(
+    a: Record, b: Record, names: tuple[str, str], tolerance: float | None, by_hand: Mapping[str, str]
+) -> Difference:
     """The difference of two records, under these names: for each site the first step at which it is more than noise.
 
     The noise of a site is the median change of the logarithm of its rms from one look to the next, in the calmer of
     both; four standard deviations of it, and never less than rounding, are allowed, or ``tolerance`` where it is
-    given. Of the weights before the first step no more than rounding is. Noise grows from rounding: where all was the
+    given. Of the weights before the first step no more than rounding is, by any number, and of the norm of the
+    difference. ``by_hand``: modules of A and what they are called in B. Noise grows from rounding: where all was the
     same to the last bit, and the first number that is not differs by far more, that number has parted. Rows that parted
     come first, by step and then in the order of a step; the others follow.
     """
-    lines_a, lines_b = _lines(a), _lines(b)
-    pairing = Pairing(lines_a, lines_b)
-    pairing.by_name(lambda line: line.name)
-    sizes = [[(line.phase, line.port, line.elements) for line in lines] for lines in (lines_a, lines_b)]
-    pairing.by_likeness("order and size", *sizes)
+    lines_a, lines_b = lines_of(a), lines_of(b)
+    pairing = pairing_of(lines_a, lines_b, (_classes(a), _classes(b)), by_hand)
     pairs, (left_a, left_b) = pairing.pairs, pairing.left()
     types = _types(a), _types(b)
     rounding = max([_ROUNDING, *(_COARSE * ROUNDOFF.get(one, 0.0) for one in types[0] | types[1])])
@@ -86,6 +67,7 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
         allowed = rounding if is_jump else tolerance
         row = _absent(one, other, pair.how, looked[0] & looked[1])
         row = row or _site(one, other, pair.how, allowed, rounding, least.get(one.port, 0.0))
+        row = _weights(one, other, pair.how, row, rounding if tolerance is None else tolerance)
         if row is None:
             notes.append(f"{lines_a[pair.a].name} was never looked at in the same step")
         else:
@@ -116,6 +98,25 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
     return Difference(*names, tuple(rows), only[0], only[1], tuple(notes))
 
 
+def _classes(record: Record) -> dict[str, str]:
+    """The classes of all modules of a run, by their paths as sites have them: of several models with each's name."""
+    names = record.names()
+    told = [one for _, one in record.events("model", record.ranks[0]) if isinstance(one.get("modules"), list)]
+    is_one = all(name == address for name, (_, address) in names.items())
+    return {".".join(part for part in ("" if is_one else str(one.get("name", "")), str(path)) if part): str(kind)
+            for one in told for path, kind in one["modules"]}  # fmt: skip
+
+
+def _weights(one: Line, other: Line, how: str, row: DiffRow | None, allowed: float) -> DiffRow | None:
+    """The row of a parameter that was another one before the first step, though numbers may not tell it, as where its
+    rows are permuted or one element differs; else ``row``, what the looks told."""
+    delta, step = marked_apart(one, other), int(one.steps[0])
+    is_told = row is not None and row.state == "parted" and row.step is not None and row.step <= step
+    if delta <= allowed or is_told:
+        return row
+    return DiffRow(one.name, other.name, "weights", "parted", delta, allowed, "elements", how=how, step=step)
+
+
 def _settings(a: Record, b: Record) -> list[str]:
     """A note about the settings in which the runs differ, four of them at most; the command is told by what it sets."""
     one, other = (summary_of(record, record.ranks[0]).settings for record in (a, b))
@@ -131,26 +132,6 @@ def _set(settings: Mapping[str, str], name: str) -> str:
     number, _, key = rest.partition(", ")
     is_group = bool(key) and int(number) < int(settings.get(f"{optimizer}, groups", 1))
     return settings.get(name, settings.get(f"{optimizer}, {key}", "not there") if is_group else "not there")
-
-
-def _lines(record: Record) -> list[Line]:
-    """The lines of all sites of a record's first process, from its cubes; those without a single look are left out."""
-    named = {key: name for name, key in record.names().items()}
-    found = []
-    for cube in read_cubes(record.part(record.ranks[0]), columns=_EVERY, marks=1):
-        more = "" if cube.phase == "train" else f" in {cube.phase}"
-        for at, key in enumerate(cube.keys):
-            found.append(_line(cube, at, f"{named.get(key, key[1])}{more}", port_of(key[1])))
-    return [line for line in found if line is not None and len(line.steps)]
-
-
-def _line(cube: Cube, at: int, name: str, port: str) -> Line:
-    """One site of a cube as a line; looks at which it was not there are left out."""
-    counts = cube.latest["count"][at]
-    known = ~np.isnan(counts)
-    values = {one: cube.latest[one][at][known].astype(np.float64) for one in _NUMBERS}
-    elements = float(counts[known][0]) if known.any() else 0.0
-    return Line(name, port, cube.phase, elements, cube.last[known], values)
 
 
 def _looked(record: Record) -> frozenset[int]:
@@ -219,9 +200,9 @@ def _site(one: Line, other: Line, how: str, tolerance: float | None, rounding: f
     steps, here, there = np.intersect1d(one.steps, other.steps, return_indices=True)
     if not len(steps):
         return None
-    deltas = {name: _deltas(one, other, name, here, there, least) for name in _NUMBERS}
+    deltas = {name: _deltas(one, other, name, here, there, least) for name in NUMBERS}
     allowed = tolerance if tolerance is not None else _noise(one.values["rms"], other.values["rms"], rounding)
-    table = np.stack([deltas[name] for name in _NUMBERS])
+    table = np.stack([deltas[name] for name in NUMBERS])
     worst = table.max(0)
     limits = np.full(len(steps), allowed)
     if tolerance is None and one.port == "param" and one.phase == "train":
@@ -229,7 +210,7 @@ def _site(one: Line, other: Line, how: str, tolerance: float | None, rounding: f
     parted = np.flatnonzero(worst > limits)
     at = int(parted[0]) if len(parted) else int(worst.argmax())
     allowed = float(limits[at])
-    number = _NUMBERS[int(table[:, at].argmax())]
+    number = NUMBERS[int(table[:, at].argmax())]
     delta = float(worst[at])
     a, b = (float(values[number][places[at]]) for values, places in ((one.values, here), (other.values, there)))
     return DiffRow(one.name, other.name, _phase(one), state_of(delta, allowed), delta, allowed, number,
@@ -295,7 +276,7 @@ def _first_apart(pairs: list[tuple[Line, Line]], least: Mapping[str, float], all
     for one, other in pairs:
         steps, here, there = np.intersect1d(one.steps, other.steps, return_indices=True)
         smallest = least.get(one.port, 0.0) if allowed else 0.0
-        table = np.stack([_deltas(one, other, name, here, there, smallest) for name in _NUMBERS])
+        table = np.stack([_deltas(one, other, name, here, there, smallest) for name in NUMBERS])
         unlike = np.flatnonzero((table > allowed).any(0))
         if not len(unlike):
             continue
@@ -303,7 +284,7 @@ def _first_apart(pairs: list[tuple[Line, Line]], least: Mapping[str, float], all
         number = int(table[:, at].argmax())
         place = int(steps[at]), _ORDER.index(_phase(one))
         if best is None or place < best[0]:
-            best = place, _Apart(one, _NUMBERS[number], int(steps[at]), float(table[number, at]))
+            best = place, _Apart(one, NUMBERS[number], int(steps[at]), float(table[number, at]))
     return best[1] if best is not None else None
 
 
@@ -353,7 +334,7 @@ def _given_apart(lines: tuple[list[Line], list[Line]]) -> float:
     for name in given[0].keys() & given[1].keys():
         one, other = given[0][name], given[1][name]
         _, here, there = np.intersect1d(one.steps, other.steps, return_indices=True)
-        found += [float(_deltas(one, other, number, here, there, 0.0).max(initial=0.0)) for number in _NUMBERS]
+        found += [float(_deltas(one, other, number, here, there, 0.0).max(initial=0.0)) for number in NUMBERS]
     return max(found, default=math.inf)
 
 

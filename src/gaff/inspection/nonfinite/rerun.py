@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gaff.address.nested import flat_tensors, iter_tensors, map_tensors
 from gaff.compat import distributed, memory, replicas
+from gaff.compat.autograd import transform_level
 from gaff.compat.modes import autocasts
 from gaff.engine.process.alone import alone
 from gaff.errors import GaffError
@@ -57,8 +58,11 @@ class Batch:
 
         Containers are made anew, since the model may take things out of a dict; tensors are not copied. Without
         ``holds_graphs`` the autograd graphs behind inputs are not held, and with them no parameters: those are the
-        program's to let go of, or to swap.
+        program's to let go of, or to swap. What a run inside a transform of ``torch.func`` is given ends with that, so
+        nothing is held of it.
         """
+        if transform_level() is not None:
+            return cls((), {}, _random_states(), autocasts(), torch.is_grad_enabled(), [], is_unseen=True)
         tensors = flat_tensors(args, kwargs)
         if tensors is None or not (holds_graphs or all(tensor.grad_fn is None for tensor in tensors)):
             held = _itself if holds_graphs else _without_graph
@@ -80,6 +84,8 @@ def run_again(
     more call. Where other processes do not run it as well, it fails at what would ask them for something. What the
     model raises (``_FAILURES``) is told in the second part: it must not take the place of the alarm.
     """
+    if batch.is_unseen:
+        return Report(False), "the batch could not be run again: what this run was given is not known"
     changed = any(memory.version_of(tensor) != version for tensor, version in batch.versions)
     examination = Examination(model, allow, is_again=True)
     if changed:

@@ -204,6 +204,7 @@ class OptimizerSteps:
                 "schedules": self.schedules.facts(step, counts),
                 "for_nothing": set_for_nothing(self._models.all if _is_asked(self.looks) else (), counts),
                 "is_raised": any(group.get("maximize") for one in counts for group in one.param_groups),
+                "marks": {key: row for one in self.updates.values() for key, row in one.marks.items()},
                 "has_closure": any(one.has_closure for one in self.updates.values()),
                 **ownership.facts(self._models, self.updates.values(), counts, strays)}  # fmt: skip
 

@@ -100,14 +100,9 @@ class Reporter:
         told = {"name": model.name, "class": model.kind, "compiled": model.is_compiled,
                 "parameters": len(model.parameters), **model.spread,
                 **(step_facts.inventory(root) if root is not None else {})}  # fmt: skip
-
-        def job() -> None:
-            self._recorder.open()
-            self._recorder.event("model", step, **told)
-
         with suppress(OSError):  # raised again in the job, whose failure is told
             self._recorder.open()
-        self._worker.put(job)
+        self._worker.put(lambda: self._first("model", step, told))
 
     def look(
         self, sampled: SampledStep, parameters: Mapping[Key, Mapping[str, Any]], values: Mapping[str, Any]
@@ -196,7 +191,7 @@ class Reporter:
         """Tell, once, on the terminal and in the record, that watching has ended by an error of gaff's own."""
         self.failure = f"{type(error).__name__}: {error}{place_of(error)}"
         self._complain(f"gaff: watching has stopped at step {step}, training goes on: {self.failure}")
-        self._worker.put(lambda: self._recorder.event("failure", step, error=self.failure, notes=[self.failure]))
+        self._worker.put(lambda: self._first("failure", step, {"error": self.failure, "notes": [self.failure]}))
 
     def close(self, step: int, pace: Pace, notes: Sequence[str], error: BaseException | None) -> None:
         """Finish the record, when the run is over: wait for all jobs, then write findings and notes for the last time.
@@ -241,6 +236,11 @@ class Reporter:
         self._worker.put(lambda: self._recorder.event("flight", step, why=why, rows=rows))
 
     # on the worker's thread
+
+    def _first(self, kind: str, step: int, told: dict[str, Any]) -> None:
+        """Write an event that may be the first of the record, which is made then."""
+        self._recorder.open()
+        self._recorder.event(kind, step, **told)
 
     def _take(self, sample: Sample, keys: Sequence[Key], table: Tensor, notes: Iterable[str]) -> None:
         """Judge and write one look: ``keys`` and ``table`` are its rows, ``sample`` the same as plain numbers.
@@ -316,6 +316,9 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
     if factor["loss"]:
         plain.update(factor_of=factor["loss"], factor=factor["by"], weight=factor.get("weight", 1.0),
                      scale=factor.get("scale"))  # fmt: skip
+    marks = told.get("marks", {})
+    if marks:
+        plain["marks"] = [[*key, [float(f"{one:.9g}") for one in row]] for key, row in marks.items()]
     errors = [
         one for one in told.get("targets", ()) if one["function"] in step_facts.ERRORS and math.isfinite(one["high"])
     ]

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gaff.address.nested import iter_tensors
 from gaff.address.resolve import join
@@ -181,13 +182,13 @@ _Several = tuple[int, frozenset[int], list[nn.Module]]  # how many experts, thei
 def _experts_in(parent: nn.Module) -> Iterator[tuple[nn.Module, _Several]]:
     """What holds experts: the module itself, or one of its children."""
     for holder in (parent, *parent.children()):
-        shapes = [tuple(one.shape) for one in holder._parameters.values() if one is not None and one.dim() == 3]
+        shapes = [shape for shape in _shapes(holder._parameters.values()) if len(shape) == 3]
         if len(shapes) > 1 and len({shape[0] for shape in shapes}) == 1 and shapes[0][0] > 1:
             yield holder, (shapes[0][0], frozenset(size for shape in shapes for size in shape[1:]), [])
         children = list(holder.children()) if holder is not parent else []
-        alike = {(type(one), tuple(tuple(weight.shape) for weight in one.parameters())) for one in children}
+        alike = {(type(one), tuple(_shapes(one.parameters()))) for one in children}
         if len(children) > 1 and len(alike) == 1:
-            sizes = frozenset(size for weight in children[0].parameters() if weight.dim() == 2 for size in weight.shape)
+            sizes = frozenset(size for shape in _shapes(children[0].parameters()) if len(shape) == 2 for size in shape)
             if sizes:
                 yield holder, (len(children), sizes, children)
 
@@ -207,5 +208,10 @@ def _scores(module: nn.Module, experts: int, features: frozenset[int]) -> bool:
     """Whether a module has a weight of its own by which so many experts can be scored."""
     if isinstance(module, nn.Embedding):
         return False
-    shapes = [tuple(one.shape) for one in module._parameters.values() if one is not None and one.dim() == 2]
+    shapes = [shape for shape in _shapes(module._parameters.values()) if len(shape) == 2]
     return any(shape[0] == experts and shape[1] in features for shape in shapes)
+
+
+def _shapes(parameters: Iterable[nn.Parameter | None]) -> list[tuple[int, ...]]:
+    """The shapes of those parameters that have one: a lazy module's have none before its first run."""
+    return [tuple(one.shape) for one in parameters if one is not None and not is_lazy(one)]

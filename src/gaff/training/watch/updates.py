@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gaff.compat import elements, memory
+from gaff.inspection.sketches import projections
 from gaff.record.sample import Key, address_of
 from gaff.training.statistics.plain import in_memory_order
 from gaff.training.watch.accumulator import Accumulator, readable
@@ -72,6 +73,7 @@ class Update:
         self.number = number
         self.owned: list[Owned] = []
         self.was_cleared: bool | Tensor = True
+        self.marks: dict[Key, Tensor] = {}  # of its parameters before its first step, see ``projections``
         self.is_fed = False  # any of its parameters has a gradient, whether a watched model has it or not
         self.changed: Changed = []
         self.has_closure = has_closure  # it brings the gradients, during the step
@@ -101,6 +103,11 @@ class Update:
             if not self.has_closure:
                 self._read_gradients()
             self._observe("param", list(zip(self.owned, values, strict=True)))
+            if not self.number:
+                marks = zip(self.owned, projections(values), strict=True)
+                self.marks = {
+                    (one.model, address_of(one.path, "param")): mark for one, mark in marks if mark is not None
+                }
 
     def _read_gradients(self) -> None:
         """Add the gradients as the step is given them: accumulated over backward passes, reduced over processes.

@@ -97,6 +97,7 @@ class Watcher:
                 self._finish(error)
             else:
                 self._outer.close()  # a failure could not: torch was going through its hooks
+                self.reporter.pause()  # that it happened may still have to be written
 
     def _finish(self, error: BaseException | None) -> None:
         self.shield.run(self._complete)
@@ -123,8 +124,7 @@ class Watcher:
 
     def pause(self) -> None:
         """Leave no thread of ours: the process is about to fork, and locks held by a thread stay held in the child."""
-        if self.shield.is_open:
-            self.reporter.pause()
+        self.reporter.pause()
 
     def abandon(self) -> None:
         """Stop watching in a forked child (a DataLoader's worker), and leave the record to the parent."""
