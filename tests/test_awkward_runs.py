@@ -497,7 +497,7 @@ def test_guessing_a_coin_costs_no_more_than_a_bit(share):
 
     targets = (torch.arange(16)[:, None] < 16 * share).float()
     expected = -(share * math.log(share) + (1 - share) * math.log(1 - share))
-    assert expected <= _of_probabilities(targets, {}).item() <= math.log(2) + 1e-6
+    assert expected <= _of_probabilities(targets, None, {}).item() <= math.log(2) + 1e-6
 
 
 def test_two_branches_of_a_model_are_not_one_chain(tmp_path):

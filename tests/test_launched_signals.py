@@ -15,6 +15,7 @@ first, last = (subprocess.Popen(sleep, env={**os.environ, "RANK": str(rank)}) fo
 sys.stdin.readline()
 last.kill()
 last.wait()  # at once, as torchrun may
+sys.stdin.readline()  # the others take their time to end
 first.terminate()
 first.wait()
 """
@@ -68,9 +69,12 @@ def test_the_end_of_a_rank_wakes_who_waits_and_it_is_named_though_its_launcher_a
             known.look()
         launcher.stdin.write("\n")
         launcher.stdin.flush()
-        while launcher.poll() is None:
+        while known.gone is None and launcher.poll() is None:
             known.wait()
             known.look()
+        launcher.stdin.write("\n")
+        launcher.stdin.flush()
+        launcher.wait()
         assert known.gone["rank"] == 1
         assert known.gone["how"] in ("SIGKILL", "")  # whoever was quicker
         known.close()

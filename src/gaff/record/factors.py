@@ -61,7 +61,8 @@ def guesses(looks: list[Look]) -> dict[str, float]:
     """What guessing gives, by the name of a loss: the mean over the looks.
 
     Of a loss over few classes it is the entropy of the labels of all looks together, since batches of a few have less;
-    of one over many, or with weights or smoothing, the last look has it, which was told by all labels so far.
+    of one over many, or with weights or smoothing, and of squared errors and truths the last look has it, which was
+    told by all targets so far.
     """
     found: dict[str, list[tuple[int, float]]] = {}
     labels: dict[str, list[Counter[int]]] = {}
@@ -72,8 +73,9 @@ def guesses(looks: list[Look]) -> dict[str, float]:
                 labels.setdefault(str(one["guess_of"]), []).append(Counter(dict(enumerate(map(int, one["labels"])))))
     guess = {name: statistics.fmean(value for _, value in at_first_scale(name, values, looks))
              for name, values in found.items()}  # fmt: skip
-    pooled = {str(one["guess_of"]): one["guess"] for _, one in looks
-              if one.get("is_pooled") and isinstance(one.get("guess"), float)}  # fmt: skip
+    whole = {str(one["guess_of"]): (step, one["guess"]) for step, one in looks
+             if one.get("is_pooled") and isinstance(one.get("guess"), float)}  # fmt: skip
+    pooled = {name: at_first_scale(name, [last], looks)[0][1] for name, last in whole.items()}
     guess |= pooled
     for name, counts in labels.items():
         total = sum(counts, Counter())

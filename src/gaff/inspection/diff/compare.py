@@ -37,7 +37,7 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None, pairs: Mapping[str, 
     Sites are matched by address. Of traces what has no namesake is matched by its weights, then by what it returns,
     then, as a guess, by order and shapes: guesses that differ are dropped where both return the same in the end. Of
     runs members of a list that have moved are matched by their parameters, the rest by order and size. Returns a
-    ``Difference``, which is True where they part: ``first``, ``rows``, ``verdict``, ``to_json()``, ``save("diff.html")``.
+    ``Difference``, True where they part: ``first``, ``rows``, ``verdict``, ``to_json()``, ``save("diff.html")``.
     Needs no torch; runs need numpy.
 
     Raises:

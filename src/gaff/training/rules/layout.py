@@ -28,9 +28,13 @@ _MUCH = 0.1  # of the targets of a loss, or of the positions of a batch
 )
 def examples_alike(sample: Sample, past: Past) -> Iterator[Hit]:
     """All examples of what the model is given in all of its runs are the same, four or more and not of one number,
-    while targets of a loss function of torch's, one row for each of them, are not. Certain."""
+    while targets of a loss function of torch's, one row for each of them, are not. Certain; but not of a model whose
+    parameters have three dimensions, of which the first is as long: as many models at once, each with its targets."""
     batch = sample.facts.get("batch", 0)
     targets = [one for one in sample.facts.get("targets", ()) if one["shape"][:1] == (batch,)]
+    shapes = [one.shape for one in sample.parameters.values()]
+    if any(len(shape) == 3 and shape[0] == batch for shape in shapes):
+        return
     if sample.facts.get("alike") and any(not one["alike"] for one in targets):
         yield Hit(("", ""), f"the examples of a batch of {batch} are the same, and their targets are not", batch=batch)
 

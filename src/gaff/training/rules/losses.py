@@ -162,7 +162,7 @@ def bounded_output(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.8,
 )
 def labels_constant(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Every target that a loss function of torch's was given in a step is one number, of eight or more examples.
+    """Every target that a loss function of torch's was given in a step is the same number, of eight or more examples.
 
     In each look so far, or another number in another look, as where data is sorted by label. In runs with one optimizer
     and one loss. Left out are targets of a regression that are 0, 1 or -1, or stand beside further terms of the loss,
@@ -177,6 +177,8 @@ def labels_constant(sample: Sample, past: Past) -> Iterator[Hit]:
         or sample.facts.get("scores")
         or any(one["low"] != one["high"] or one["count"] < LEAST_TARGETS for one in told)
     ):
+        return
+    if len({one["low"] for one in told}) > 1:  # batches of one class each, over which a step goes
         return
     kinds = len(past.targets - {math.inf})
     if math.inf in past.targets and kinds < 2:

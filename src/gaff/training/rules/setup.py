@@ -7,9 +7,9 @@ repeats it word for word. What is read from the process itself (``sample.facts``
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from gaff.record.sample import Key, Parameter, Sample
+from gaff.record.sample import Key, Parameter, Sample, path_of
 from gaff.training.rules.layers import clips_an_explosion
 from gaff.training.rules.registry import Hit, Past, rule
 from gaff.training.rules.steps import has_fallen, ratios_of_updates
@@ -18,6 +18,7 @@ _HALF = ("bfloat16", "float16")
 
 _NEWEST, _BEGAN, _SEVERAL = 0.9, 0.3, 30  # shares of running statistics; batches
 _FEW_VALUES = 64  # of a channel: their mean is off by an eighth of their spread
+_MOST_GIVEN = 8  # batches of a step of which checksums are known
 _TINY = 1e-3  # what gradients are clipped to by value, where that is next to nothing
 _USUAL_DECAY, _USUAL_ADAMW = 1e-3, 0.1  # weight decays that people train with; chosen
 
@@ -33,8 +34,10 @@ _USUAL_DECAY, _USUAL_ADAMW = 1e-3, 0.1  # weight decays that people train with; 
 )
 def same_batch(sample: Sample, past: Past) -> Iterator[Hit]:
     """The checksum of what the model is given is that of the look before, while a DataLoader of two batches or more is
-    begun anew in nearly every step."""
+    begun anew in nearly every step; not where a step is given as many batches as that has, or eight."""
     batches = sample.facts.get("batches")
+    if batches and len({*batches["given"]}) >= min(batches["count"], _MOST_GIVEN):
+        return
     if batches and sample.facts.get("repeats") and sample.step >= 3 and batches["begun"] > 0.9 * sample.step:
         yield Hit(("", ""), f"every step is made on the same batch; the DataLoader has {batches['count']} batches",
                   batches=batches["count"], begun=batches["begun"])  # fmt: skip
@@ -133,7 +136,7 @@ def symmetric_units(sample: Sample, past: Past) -> Iterator[Hit]:
     """In the first two steps most weights, two or more, have one number for all their elements; those that are frozen
     count among the others, and tell units apart. Embeddings count in models without any other weight. Not layers of
     which none can stand behind another, by their numbers of inputs and units, such as heads side by side, or such that
-    have one unit each."""
+    have one unit each; nor tables of one shape that are no layer's, whose rows are picked and added up."""
     if sample.age > 1:  # of a model that runs inside of the step alone nothing is known in the first
         return
     alike: dict[str, list[Key]] = {}
@@ -148,9 +151,18 @@ def symmetric_units(sample: Sample, past: Past) -> Iterator[Hit]:
         if (
             len(keys) >= 2
             and len(keys) > count[model] / 2
+            and not _are_tables(sample, keys)
             and _may_be_chained([sample.parameters[key] for key in keys])
         ):
             yield Hit((model, keys[0][1]), weight_tensors=f"{len(keys)} of {count[model]}")
+
+
+def _are_tables(sample: Sample, keys: Sequence[Key]) -> bool:
+    """Whether parameters, none of which is called a weight, are of one shape, [m, n], by which none can be multiplied
+    with another."""
+    shapes = {sample.parameters[key].shape for key in keys}
+    is_named = any("weight" in path_of(key[1]).rpartition(".")[2] for key in keys)
+    return not is_named and all(len(shape) == len({*shape}) == 2 for shape in shapes) and len(shapes) == 1
 
 
 def _may_be_chained(weights: list[Parameter]) -> bool:

@@ -145,7 +145,8 @@ def vanishing(sample: Sample, past: Past) -> Iterator[Hit]:
 def exploding(sample: Sample, past: Past) -> Iterator[Hit]:
     """norm(first weight's gradient) > 70 norm(last's) (AutoTrainer, beta 3) and > 10, or a gradient's rms > 1e6.
 
-    The latter, from SageMaker Debugger, stands for itself; the former also asks for a norm that clipping would act on.
+    The latter, from SageMaker Debugger, stands for itself; the former also asks for a norm that clipping would act on,
+    and is not asked where nearly all of it lies between two parts of other names, as ``vanishing`` has it.
     Also a norm above 1,000 that ``clip_grad_norm_`` brings to a usual limit, of 0.1 or more, where the loss does not
     fall by a tenth.
     """
@@ -154,7 +155,11 @@ def exploding(sample: Sample, past: Past) -> Iterator[Hit]:
         yield Hit(("", ""), f"the gradients have a norm of {clipped['norm']:.4g} before they are clipped to "
                   f"{clipped['most']:.4g}", norm=clipped["norm"], limit=clipped["most"])  # fmt: skip
     for gradients in weights_by_depth(sample).values():
-        if len(gradients) >= 3 and gradients[0][1].norm > max(70 * gradients[-1][1].norm, 10):
+        if (
+            len(gradients) >= 3
+            and gradients[0][1].norm > max(70 * gradients[-1][1].norm, 10)
+            and not in_branches(gradients[::-1])
+        ):
             first, row = gradients[0]
             last = gradients[-1][1].norm
             told = f"the norm of the gradient grows from {last:.4g} at the last weight to {row.norm:.4g} at the first"
@@ -213,7 +218,13 @@ def no_signal(sample: Sample, past: Past) -> Iterator[Hit]:
     so does what the very first layer is given. Not where the model returns other numbers for other examples: then the
     signal gets by, and the layer is beside it, as one that makes a condition of the batch into shifts and scales.
     """
+    batch = sample.facts.get("batch", 0)
     reached = {key[0] for key, units in sample.units.items() if key[1].startswith(":output") and not units.is_constant}
+    reached |= {
+        key[0]
+        for key, row in sample.port("output").items()
+        if key[1].startswith(":output") and row.count == batch and row.std > 1e-6 * row.rms
+    }  # one an example
     has_begun = False  # a module has returned something
     for at, (key, row) in enumerate(sample.rows.items()):
         if row.count <= 8 or not path_of(key[1]) or key[0] in reached:
@@ -229,7 +240,7 @@ def no_signal(sample: Sample, past: Past) -> Iterator[Hit]:
         if port != "output":
             continue
         has_begun = True
-        is_alike = units is not None and units.is_constant and sample.facts.get("batch", 0) >= 2
+        is_alike = units is not None and units.is_constant and batch >= 2
         weight = sample.rows.get((key[0], f"{key[1]}.weight:param"))
         if (is_one or is_alike) and (row.rms > 0 or (weight is not None and weight.rms > 0)):
             what = "all elements of its output are one number" if is_one else "it returns the same for every example"
@@ -273,9 +284,13 @@ def output_constant(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def input_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     """The first tensor that the model is given has no two different elements, of more than 16, nor has any other: one
-    number for a whole batch may be given beside the data, as the time of a flow is."""
+    number for a whole batch may be given beside the data, as the time of a flow is. Not of ones, one for each example,
+    as nodes of a graph have that have no features."""
+    batch = sample.facts.get("batch", 0)
     for key, row in sample.port("input").items():
         if key[1] == ":input" and row.count > 16 and row.std == 0 and not _varies(sample, key[0]):
+            if row.mean == 1 and row.count == batch:
+                continue
             yield Hit(key, mean=row.mean)
 
 
@@ -411,86 +426,3 @@ def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
         fell = now < 0 and now < -100 * max(abs(start), 1.0)
         if grew or fell:
             yield Hit(("", ""), f"the loss {name!r} went from {start:.4g} to {now:.4g}", first=start, now=now)
-
-
-@rule(
-    "eval_drift",
-    severity="warning",
-    means="what a layer returns is of another size in evaluation than in training",
-    cause="evaluation data prepared in another way, BatchNorm statistics that have not settled, or a dropout by hand",
-    remedy="compare a batch of training with one of evaluation; look at running_mean and momentum of BatchNorm",
-    phase="eval",
-    least=2,
-    share=0.5,
-)
-def eval_drift(sample: Sample, past: Past) -> Iterator[Hit]:
-    """The first layer whose rms in eval mode is five times larger or smaller than in training, from step 20 on.
-
-    Left out is what returns one number for a batch: a loss, or a measure; and the output of the model as a whole, where
-    its layers return what they did: it may make probabilities, or units of it, in evaluation alone. Compared is with
-    the latest look at training, if that was in the second half of the run so far. By what the rms has changed from the
-    look before to that one it may have changed on to the evaluation, which is allowed for.
-    """
-    if sample.age < 20 or sample.facts.get("training"):
-        return
-    compared: set[str] = set()
-    for key, row in sample.port("output").items():
-        known = past.train_outputs.get(key, [])
-        if not path_of(key[1]) and key[0] in compared:
-            continue
-        if not known or row.count <= 1 or not known[-1][1] or sample.step - known[-1][0] > sample.age / 2:
-            continue
-        step, rms = known[-1]
-        compared.add(key[0])
-        far = abs(math.log(row.rms / rms)) if row.rms else math.inf
-        if far > math.log(5) + _change(known) * (sample.step - step):
-            told = f"the rms of {key[1]} is {row.rms:.4g} in evaluation, and was {rms:.4g} in training at step {step}"
-            yield Hit(key, told, eval_rms=row.rms, train_rms=rms, train_step=step)
-            return
-
-
-def _change(looks: list[tuple[int, float]]) -> float:
-    """By how much a logarithm of rms changes from one step to the next, as two looks tell; 0 where there is one."""
-    if len(looks) < 2 or not looks[0][1] or looks[0][0] == looks[1][0]:
-        return 0.0
-    return abs(math.log(looks[1][1] / looks[0][1])) / (looks[1][0] - looks[0][0])
-
-
-@rule(
-    "random_in_eval",
-    severity="warning",
-    means="dropout is active while the model is in eval mode: what it returns is random",
-    cause="dropout that ignores the mode: F.dropout without training=self.training, or a module left in train mode",
-    remedy="pass training=self.training to F.dropout; call model.eval() on the whole model; where it is meant (Monte "
-    "Carlo dropout), leave this rule out: --rules-off random_in_eval",
-    phase="eval",
-    least=1,
-    share=0.5,
-)
-def random_in_eval(sample: Sample, past: Past) -> Iterator[Hit]:
-    """A dropout of torch's drops something in a forward of a model in eval mode. Certain.
-
-    Other random numbers, as those of a model that samples, are not meant.
-    """
-    for model, path in sample.facts.get("dropout_in_eval", ())[:1]:
-        yield Hit((model, path))
-
-
-@rule(
-    "train_mode_in_eval",
-    severity="warning",
-    means="the model is evaluated in training mode: dropout is active, or BatchNorm updates its running statistics",
-    cause="model.eval() is missing before the evaluation, unless dropout is meant to stay (Monte Carlo dropout)",
-    remedy="model.eval() before it, model.train() after it",
-    phase="eval",
-    least=2,
-    share=0.5,
-)
-def train_mode_in_eval(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Forwards without gradients in training mode, of a model with dropout (also F.dropout) or BatchNorm:
-
-    ten in a row, or the first after five steps or more without any; those that come in every step (rollouts, teachers)
-    are no evaluation.
-    """
-    for model in sample.facts.get("train_mode", ()):
-        yield Hit((model, ""))

@@ -39,6 +39,10 @@ class Schedules:
             found.append({"schedule": type(one).__name__, "made": one.last_epoch, "length": int(length)})
         return tuple(found)
 
+    def has_stepped(self, optimizers: Iterable[Any]) -> bool:
+        """Whether the one schedule of an optimizer, of those that are known, has made a step."""
+        return any(one.last_epoch > 0 for one in self._alone(0, optimizers))
+
     def unfinished(self, steps: int, optimizers: Iterable[Any]) -> tuple[str, int, int] | None:
         """Class, steps made and length of a schedule of ``optimizers`` that is as long as the run has had steps, to a
         twentieth, and has made a fifth of these or fewer; None where there is none. Searches if nobody has so far."""

@@ -144,7 +144,7 @@ class SetupFacts:
             facts["repeats"] = (repeats + 1) * is_same
             self._latest = before, facts["repeats"]
         if "count" in self._loader:
-            facts["batches"] = {**self._loader, "rows": self._rows}
+            facts["batches"] = {**self._loader, "rows": self._rows, "given": tuple(self._given)}
         if "weights" in self._loader:
             facts["sampler"] = dict(self._loader)
         return facts

@@ -31,6 +31,7 @@ from gaff.training.watch.updates import Owned, Update, is_decoupled
 OVER_CLASSES = ("cross_entropy", "nll_loss")
 ERRORS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+_MOST_COLUMNS = 4096  # of targets of which sums are kept
 _MOST_CLASSES = 64  # of which it is told how often each comes
 _LEAST_ROWS = 8  # of a batch of targets whose variance says something
 _BEYOND = 0.05  # by how much probabilities add up to more than one, beyond all rounding
@@ -144,8 +145,23 @@ def target_of(
         told["weighed"] = weighed(pooled, torch.stack([torch.ones_like(each), each]))
     is_even = known.get("weight") is None  # each target counts alike
     if name in _GUESSES and is_even and plain.is_floating_point() and plain.dim() and plain.shape[0] >= _LEAST_ROWS:
-        told["spread"] = _GUESSES[name](plain.float(), known)
+        told["spread"], told["is_pooled"] = _spread(name, plain.float(), known, seen)
     return told
+
+
+def _spread(
+    name: str, targets: Tensor, known: Mapping[str, Any], seen: dict[tuple[str, int], Tensor]
+) -> tuple[Tensor, bool]:
+    """What the mean of a loss is for a model that knows how its targets are spread, and nothing else; and whether that
+    is of the targets of all looks so far, as of squared errors and truths, or of this batch alone.
+
+    Batches may be groups, that differ from one another by more than the targets in one of them do.
+    """
+    if name not in _POOLED or not 0 < targets[0].numel() <= _MOST_COLUMNS:
+        return _GUESSES[name](targets, known), False
+    wide = targets.to(elements.wide_type(targets))
+    sums = torch.stack([torch.ones_like(wide[0]) * len(wide), wide.sum(0), wide.square().sum(0)])
+    return _POOLED[name](targets, _pooled(seen, name, sums), known), True
 
 
 def _pooled(seen: dict[tuple[str, int], Tensor], name: str, counts: Tensor) -> Tensor:
@@ -164,19 +180,28 @@ def _are_probabilities(targets: Tensor) -> Tensor:
     return torch.stack([((plain.sum(dim) - 1).abs() < _NORMAL).all() for dim in dims]).any()
 
 
-def _of_probabilities(targets: Tensor, known: Mapping[str, Any]) -> Tensor:
-    """The binary cross entropy of a model that knows the mean of each column of its targets, and nothing else.
+def _variance(targets: Tensor, sums: Tensor, known: Mapping[str, Any]) -> Tensor:
+    """The mean squared error of a model that knows the mean of each column of its targets, by their ``sums`` over all
+    looks: how many, of them, and of their squares."""
+    count, total, squares = sums.unbind()
+    return ((squares - total.square() / count) / (count - 1)).clamp(min=0).mean()
+
+
+def _of_probabilities(targets: Tensor, sums: Tensor | None, known: Mapping[str, Any]) -> Tensor:
+    """The binary cross entropy of a model that knows the mean of each column of its targets, and nothing else; of all
+    looks, where their ``sums`` are known.
 
     Corrected for how few they are, as ``_entropy``, but never more than for a coin. Infinite where targets are between
     0 and 1: the loss then ends at their own entropy, which may be as much; and where all are alike, as a batch of a
     GAN's, which tells nothing of guessing. ``pos_weight`` of the call counts targets of 1 that often.
     """
-    mean = targets.mean(0).clamp(0, 1)
+    is_varied = (targets == targets[:1]).logical_not().any(0)  # what is the same in every row needs no correction
+    each, total = (torch.full_like(targets[0], len(targets)), targets.sum(0)) if sums is None else (sums[0], sums[1])
+    count, mean = each.flatten()[0], (total / each).clamp(0, 1).to(targets.dtype)
     positive, negative = mean * (1 if known.get("pos_weight") is None else known["pos_weight"]), 1 - mean
     whole = positive + negative
     found = (torch.xlogy(whole, whole) - torch.xlogy(positive, positive) - torch.xlogy(negative, negative)).mean()
-    is_varied = (mean > 0) & (mean < 1)  # what is the same in every row needs no correction
-    found = torch.minimum(found + is_varied.float().mean() * 0.5 / len(targets), whole.mean() * math.log(2))
+    found = torch.minimum(found + is_varied.float().mean() * 0.5 / count, whole.mean() * math.log(2))
     return torch.where(((targets == 0) | (targets == 1)).all() & is_varied.any(), found, math.inf)
 
 
@@ -198,6 +223,12 @@ _GUESSES: dict[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
     "l1_loss": lambda targets, _: (targets - targets.median(0).values).abs().mean(),
     "smooth_l1_loss": _of_smooth_l1,
     "huber_loss": lambda targets, known: _of_huber(targets, float(known.get("delta", 1.0))),
+    "binary_cross_entropy": lambda targets, known: _of_probabilities(targets, None, known),
+    "binary_cross_entropy_with_logits": lambda targets, known: _of_probabilities(targets, None, known),
+}
+# Those of which sums tell it of all looks together.
+_POOLED: dict[str, Callable[[Tensor, Tensor, Mapping[str, Any]], Tensor]] = {
+    "mse_loss": _variance,
     "binary_cross_entropy": _of_probabilities,
     "binary_cross_entropy_with_logits": _of_probabilities,
 }

@@ -382,6 +382,8 @@ def _tell_last(watcher: Watcher) -> None:
     if watcher._steps.idle.was_wrong:
         is_all = ownership.is_all_owned(watcher._models, watcher._steps.optimizers.counts)
         watcher.reporter.withdraw("never_stepped", *(["not_owned"] if is_all else []))
+    if watcher._steps.schedules.has_stepped(watcher._steps.optimizers.counts):
+        watcher.reporter.withdraw("schedule_not_stepped")
     if (step := watcher._steps.written.self_loads.told()) is not None:
         watcher.reporter.add(incidents.of_rule("loads_itself", step), watcher.step)
     found = watcher._steps.schedules.unfinished(watcher.steps_made, watcher._steps.optimizers.counts)
