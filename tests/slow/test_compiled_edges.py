@@ -1151,6 +1151,75 @@ def test_a_whole_tensor_is_brought_to_a_part_as_in_eager_code(site):
     assert torch.allclose(*found)
 
 
+PART, WHOLE = torch.arange(6.0).view(2, 3), torch.arange(24.0).view(4, 6) / 7
+AT = {
+    "rows of the whole": (gaff.keep.rows([2, 0]), edits.patch(WHOLE)),
+    "rows of their own": (gaff.keep.rows([2, 0]), edits.replace(WHOLE[1:3])),
+    "all rows in another order": (gaff.keep.rows([3, 1, 0, 2]), edits.replace(WHOLE)),
+    "heads of the whole": (gaff.keep.heads(1, 3), edits.patch(WHOLE)),
+    "heads of their own": (gaff.keep.heads([0, 2], 3), edits.patch(WHOLE[:, None, :4].reshape(4, 2, 2))),
+    "channels": (gaff.keep.channels([1, 4]), edits.replace(WHOLE[:, 2:4])),
+    "zeros at channels": (gaff.keep.channels(2), edits.ablate("zero")),
+    "a mask": (torch.tensor([True, False, True, False, False, True]), edits.patch(WHOLE)),
+    "without a gradient to the values": (gaff.keep.rows(1), edits.patch(WHOLE, detach=True)),
+}
+
+
+@pytest.mark.parametrize("site", ["0", "0:grad_output"])
+@pytest.mark.parametrize("name", AT)
+def test_values_at_a_place_are_part_of_the_graph(name, site):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), torch.randn(4, 6)
+    place, edit = AT[name]
+    torch._dynamo.reset()
+    told = []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        with gaff.edit(run, {site: edits.at(place, edit)}) as changed:
+            out = run(x)
+            out.square().sum().backward()
+        told.append((out.detach(), model[0].weight.grad.clone(), changed.receipt.rows[0].fired))
+    torch.testing.assert_close(told[0], told[1])
+    assert "hooks were inside compiled code" in changed.receipt.notes[0]
+
+
+def test_values_at_a_place_that_fit_neither_it_nor_the_whole_are_refused_as_in_eager_code():
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), torch.randn(4, 6)
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        with (
+            pytest.raises(
+                gaff.PlanError, match=r"patch of shape \(2, 3\) given where \(4, 6\) passes|patch of shape 2x3"
+            ),
+            gaff.edit(run, {"0": edits.at(gaff.keep.rows([0, 1]), edits.patch(PART))}),
+        ):
+            run(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda got: edits.patch(got), "values come from a capture or the run"),
+        (lambda got: edits.ablate("mean", got), "values come from a capture or the run"),
+        (lambda got: edits.patch(got["0"], rows=[0]), "rows or positions are mapped"),
+        (lambda got: edits.ablate("resample", got["0"]), "rows are drawn"),
+        (lambda got: edits.at(gaff.keep.channels(1), edits.ablate("mean", got["0"])), "or a mean does"),
+        (lambda got: edits.when(edits.scale(2.0), runs=0), "when asks when it acts"),
+        (lambda got: edits.project(torch.ones(6, requires_grad=True)), "directions to project on are trained"),
+        (lambda got: [edits.scale(2.0), edits.noise(std=0.1)], "noise asks when it acts, draws numbers"),
+    ],
+)
+def test_why_an_edit_is_no_part_of_a_graph_is_told_as_it_is(make, why):
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), torch.randn(4, 6)
+    run = torch.compile(model, backend="aot_eager")
+    run(x)
+    with gaff.capture(model, "0") as got:
+        model(x)
+    with gaff.edit(run, {"0": make(got)}) as changed:
+        run(x)
+    assert "ran eagerly" in changed.receipt.notes[0]
+    assert f"0: {why}" in changed.receipt.notes[0] or why in changed.receipt.notes[0].partition("0: ")[2]
+
+
 BEYOND = torch.tensor([[1e300]], dtype=torch.float64)
 
 

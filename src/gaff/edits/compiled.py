@@ -36,22 +36,28 @@ from gaff.errors import PlanError
 
 Change = Callable[[Tensor], Tensor]
 _ANY_EVENT = Event()
+_UNKNOWN = "{} asks when it acts, draws numbers, or rounds to a type"
+_OF_A_RUN = "values come from a capture or the run: expected a tensor, such as got[address]"
 
 
-def traced(edit: Edit, *, is_gradient: bool) -> Change | None:
-    """``edit`` as a function that Dynamo can compile; None for one that asks when or where it acts, or draws numbers.
+def traced(edit: Edit, *, is_gradient: bool) -> Change | str:
+    """``edit`` as a function that Dynamo can compile, or why it has no form in a graph.
 
-    None also for one that rounds to a narrow type: Inductor leaves out conversions to it and back. The session then
-    runs compiled code eagerly. ``is_gradient``: what passes is a gradient, and ``reverse`` and ``stop`` act on it
-    themselves.
+    None has one that asks when it acts or draws numbers, nor one that rounds to a narrow type: Inductor leaves out
+    conversions to it and back. The session then runs compiled code eagerly. ``is_gradient``: what passes is a gradient,
+    and ``reverse`` and ``stop`` act on it themselves.
     """
     if isinstance(edit, Chain):
         parts = [traced(part, is_gradient=is_gradient) for part in edit.edits]
-        return None if None in parts else _chain(tuple(part for part in parts if part is not None))
+        return next((one for one in parts if isinstance(one, str)), "") or _chain(
+            [one for one in parts if callable(one)]
+        )
     if isinstance(edit, At):
         inner = traced(edit.edit, is_gradient=is_gradient)
-        if inner is None or is_placed(edit.edit):
-            return None
+        if isinstance(inner, str):
+            return inner
+        if is_placed(edit.edit) and not isinstance(edit.index, Tensor):
+            return _values_at(edit)
         part = replace(edit, edit=Call(inner))
         return lambda tensor: part.change(tensor, _ANY_EVENT)
     if isinstance(edit, Call):
@@ -61,7 +67,7 @@ def traced(edit: Edit, *, is_gradient: bool) -> Change | None:
     if isinstance(edit, (Reverse, Stop)):
         return lambda tensor: edit.change(tensor, _ANY_EVENT)
     make = _MAKERS.get(type(edit))
-    return None if make is None else make(edit)
+    return _UNKNOWN.format(type(edit).__name__.lower()) if make is None else make(edit)
 
 
 def cuts(edit: Edit) -> bool:
@@ -78,7 +84,7 @@ def may_write(edit: Edit) -> bool:
     return any(isinstance(one, Call) for one in iter_innermost(edit))
 
 
-def _chain(parts: tuple[Change, ...]) -> Change:
+def _chain(parts: list[Change]) -> Change:
     """One function after the other."""
 
     def change(tensor: Tensor) -> Tensor:
@@ -192,13 +198,13 @@ def _clip(edit: Clip) -> Change:
     return change
 
 
-def _project(edit: Project) -> Change | None:
-    """``Project``; None for directions that are trained, since decompositions have no form in a graph.
+def _project(edit: Project) -> Change | str:
+    """``Project``; not by directions that are trained, since decompositions have no form in a graph.
 
     The basis of several directions is made once, that of one wherever the edit is made.
     """
     if edit.directions.requires_grad:
-        return None
+        return "directions to project on are trained"
     is_one = edit.directions.dim() == 1 or len(edit.directions) == 1
     basis = None if is_one else orthonormal(edit.directions)
 
@@ -222,19 +228,42 @@ def _replace(value: Tensor, what: str) -> Change:
     return change
 
 
-def _patch(edit: Patch) -> Change | None:
-    """``Patch`` by a tensor as a whole; None where values come from a run, or for some rows and positions."""
-    if not isinstance(edit.values, Tensor) or edit.rows is not None or edit.positions is not None:
-        return None
+def _patch(edit: Patch) -> Change | str:
+    """``Patch`` by a tensor as a whole; not where values come from a run, nor for some rows and positions."""
+    if edit.rows is not None or edit.positions is not None:
+        return "rows or positions are mapped: expected edits.at(place, edits.patch(tensor))"
+    if not isinstance(edit.values, Tensor):
+        return _OF_A_RUN
     return _replace(edit.values.detach() if edit.detach else edit.values, "patch")
 
 
-def _ablate(edit: Ablate) -> Change | None:
-    """``Ablate`` by zeros or a mean of given activations; None where it draws rows or reads a capture."""
+def _values_at(edit: At) -> Change | str:
+    """``Replace``, or ``Patch`` by a tensor as a whole, at a slice; no others, and none inside of further edits.
+
+    Values that have the shape of the part are its own, others are of the whole and taken as the part is.
+    """
+    inner, place = edit.edit, edit.index
+    if not isinstance(inner, (Patch, Replace)) or isinstance(place, Tensor):
+        return "several edits bring values at a place, or a mean does: expected edits.patch(tensor) there"
+    given = inner.values if isinstance(inner, Patch) else inner.value
+    assert isinstance(given, Tensor)  # else it is not traced
+    values = given.detach() if isinstance(inner, Patch) and inner.detach else given
+    bring = _replace(values, "patch" if isinstance(inner, Patch) else "replacement")
+
+    def change(tensor: Tensor) -> Tensor:
+        part = place(tensor)
+        new = bring(part) if part.shape == values.shape != tensor.shape else place(bring(tensor))
+        return replace(edit, edit=Call(lambda _: new)).change(tensor, _ANY_EVENT)
+
+    return change
+
+
+def _ablate(edit: Ablate) -> Change | str:
+    """``Ablate`` by zeros or a mean of given activations; not where it draws rows or reads a capture."""
     if edit.how == "zero" or edit.reference is None:
         return torch.zeros_like
     if edit.how != "mean" or not isinstance(edit.reference, Tensor):
-        return None
+        return "rows are drawn" if edit.how != "mean" else _OF_A_RUN
     rows, narrow = edit.reference, too_narrow(edit.reference)
 
     def change(tensor: Tensor) -> Tensor:
@@ -245,7 +274,7 @@ def _ablate(edit: Ablate) -> Change | None:
     return change
 
 
-_MAKERS: dict[type, Callable[[Any], Change | None]] = {
+_MAKERS: dict[type, Callable[[Any], Change | str]] = {
     Scale: _scale,
     Add: _add,
     Fill: _fill,

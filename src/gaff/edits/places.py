@@ -273,9 +273,10 @@ def iter_innermost(edit: Edit) -> Iterator[Edit]:
 def is_placed(edit: Edit) -> bool:
     """Whether an edit brings values that have places of their own, as a patch does.
 
-    Inside ``At`` these may have the shape of the part or of the whole.
+    Inside ``At`` these may have the shape of the part or of the whole; zeros fit everywhere.
     """
-    return any(isinstance(one, (Patch, Replace, Ablate)) for one in iter_innermost(edit))
+    return any(isinstance(one, (Patch, Replace)) or (isinstance(one, Ablate) and one.reference is not None)
+               for one in iter_innermost(edit))  # fmt: skip
 
 
 def holds(edit: Edit, event: Event) -> bool:

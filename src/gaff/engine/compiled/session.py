@@ -93,15 +93,14 @@ def _why_no_edit(tap: EditTap) -> str:
         return f"{site}: a graph does not count calls"
     if tap.stream.is_spread and not acts_on_parts(tap.stream.edit):
         return f"{site}: the edit is of a tensor that is spread over processes, which is put together for it"
-    if site.port != "grad" and _traced(tap) is None:
-        return f"{site}: the edit asks when it acts, draws numbers, or rounds to a type"
-    return ""
+    made = "" if site.port == "grad" else _traced(tap)
+    return f"{site}: {made}" if isinstance(made, str) and made else ""
 
 
 def _traced(tap: EditTap) -> Any:
-    """The edit as a function of the tensor that Dynamo can compile; None where there is none."""
+    """The edit as a function of the tensor that Dynamo can compile, or why there is none."""
     if tap.stream.check_finite:
-        return None
+        return "check_finite asks what passes"
     return traced(tap.stream.edit, is_gradient=tap.found.site.port == "grad_output")
 
 
