@@ -216,6 +216,9 @@ def test_names_are_addresses_everywhere():
     assert "names:resid_pre.1:grad_output" in got
     features = gaff.take(model, "names:resid_post.0")
     assert list(features(ids)) == ["names:resid_post.0"]
+    several = gaff.take(model, "names:resid_post.*", "names:embed", "model.norm")(ids)
+    assert list(several) == ["names:resid_post.0", "names:resid_post.1", "names:embed", "model.norm"]
+    assert torch.equal(several["names:resid_post.0"], features(ids)["names:resid_post.0"])
     with gaff.edit(model, {"names:mlp.out.*": gaff.edits.zero()}) as changed:
         model(ids)
     assert [row.changed for row in changed.receipt.rows] == [2 * 7 * 32] * 2

@@ -152,7 +152,7 @@ def test_what_cannot_be_told_apart_is_refused():
 
 def test_a_frozen_model_has_nothing_to_follow():
     model = nn.Linear(4, 4).requires_grad_(False)
-    with pytest.raises(gaff.PlanError, match="no layer with trainable parameters"):
+    with pytest.raises(gaff.PlanError, match="no layer with trainable parameters of its own there"):
         gaff.sample_norms(model)
 
 
@@ -504,3 +504,27 @@ def test_a_gradient_that_is_truly_zero_has_norms_of_zero():
         (model(x) * torch.tensor([[1.0], [-1.0]])).sum().backward()
     assert model.weight.grad.abs().max() < 1e-6
     assert (norms["weight"] > 1).all()
+
+
+def test_norms_of_a_layer_are_those_of_all_its_parameters_and_messages_say_how_to_ask():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 2)))
+    with gaff.sample_norms(model) as norms:
+        model(torch.randn(5, 4)).square().sum(1).mean().backward()
+    assert torch.allclose(norms["1.1"].square(), norms["1.1.weight"].square() + norms["1.1.bias"].square())
+    assert torch.allclose(norms.total.square(), norms["0"].square() + norms["1.1"].square())
+    with pytest.raises(gaff.SiteError, match=r"'1\.2' is not followed: expected one of .*1\.1"):
+        norms["1.2"]
+    assert repr(norms) == "<gaff sample norms: 4 parameters, 1 run, of a loss that is a mean over examples>"
+    with pytest.raises(gaff.PlanError, match=r"'1' has some inside: expected '\*\*' for all that is inside"):
+        gaff.sample_norms(model, "1")
+    place = nn.ModuleDict({"at": nn.Embedding(6, 4), "last": nn.Linear(4, 2)})
+    place.forward = lambda x: place["last"](x + place["at"](torch.arange(6)))
+    for pattern in ((), (lambda site: site.path != "at",)):
+        with gaff.sample_norms(place, *pattern) as norms:
+            place(torch.randn(5, 6, 4)).square().mean((1, 2)).mean().backward()
+        if pattern:
+            assert norms["last"].shape == (5,)
+        else:
+            with pytest.raises(gaff.ExactnessError, match=r"sample_norms\(model, lambda site: site.path != 'at'\)"):
+                norms["last"]

@@ -7,7 +7,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from gaff.engine.session import Session
 from gaff.engine.stop import EarlyStop
 from gaff.engine.taps import Tap
 from gaff.errors import PlanError, SiteError
-from gaff.sessions.capture import raise_if_silent
+from gaff.sessions.capture import names_by_site, raise_if_silent
 from gaff.sessions.exact import Keeper, read
 from gaff.sessions.plan import Plan
 from gaff.sessions.receipt import Receipt, ReceiptRow, merge_reasons
@@ -42,9 +42,9 @@ class Feature:
     was over makes the answer ambiguous. ``done`` is called when the value is there, and may raise ``StopForward``.
     """
 
-    def __init__(self, request: Request, site: Site, keeper: Keeper, done: Callable[[], None]) -> None:
+    def __init__(self, request: Request, site: Site, name: str, keeper: Keeper, done: Callable[[], None]) -> None:
         self.pattern = str(request)
-        self.name = request.spelled or str(site)
+        self.name = name
         self.site = site
         self.kept: Any = None
         self.fired = 0
@@ -105,9 +105,10 @@ class Take(nn.Module):
     """Calls ``model`` and returns its values at ``patterns`` as a dict, from address to value.
 
     The model runs only until every wanted site has fired. Keys are addresses as they were written, those of a pattern's
-    sites as ``gaff.sites`` prints them. One without ``@call`` means the first call; when more calls were seen before
-    the run could end, that is an error which says how to choose. Values keep their autograd graph (call it under
-    ``torch.no_grad()`` to drop it) and are what they were at their site, even if a later module overwrites them.
+    sites as ``gaff.sites`` prints them, or by name if it is one of standard names (``names:resid_post.*``). One without
+    ``@call`` means the first call; when more calls were seen before the run could end, that is an error which says how
+    to choose. Values keep their autograd graph (call it under ``torch.no_grad()`` to drop it) and are what they were at
+    their site, even if a later module overwrites them.
     ``model`` is a submodule, so the extractor moves, trains and saves like any other.
 
     Made by ``gaff.take``, which raises SiteError and PlanError for what can be known before the first call. The sites
@@ -152,9 +153,9 @@ class Take(nn.Module):
                 "DistributedDataParallel that is stopped early does not average gradients: expected "
                 "DistributedDataParallel(gaff.take(model.module, ...)), or a call under torch.no_grad()"
             )
-        wanted = [(row, self._plan.requests[row.request]) for row in self._plan.check(self.model)]
+        wanted = list(_named(self.model, self._plan))
         if torch.is_grad_enabled() and distributed.is_sharded(self.model):
-            _need_units(row.found for row, _ in wanted)
+            _need_units(row.found for row, *_ in wanted)
         waiting: set[int] = set()
         early = EarlyStop()
 
@@ -164,13 +165,13 @@ class Take(nn.Module):
                 early.stop()
 
         features = [
-            Feature(request, row.found.site, self._keeper(request.reduce), partial(arrived, at))
-            for at, (row, request) in enumerate(wanted)
+            Feature(request, row.found.site, name, self._keeper(request.reduce), partial(arrived, at))
+            for at, (row, request, name) in enumerate(wanted)
         ]
         waiting.update(range(len(features)))
         taps = [
             Tap(row.found, feature, row.is_exact and not request.optional)
-            for (row, request), feature in zip(wanted, features, strict=True)
+            for (row, request, _), feature in zip(wanted, features, strict=True)
         ]
         session = Session(self.model, taps)
         self._run(session, early, features, args, kwargs)
@@ -274,9 +275,8 @@ def _check(model: nn.Module, plan: Plan) -> None:
     for path, module in model.named_modules(remove_duplicate=False):
         counts.setdefault(id(module), []).append(path)
     asked: dict[str, Any] = {}  # how each value is reduced, by the name under which it is told
-    for row in plan.check(model):
-        site, request = row.found.site, plan.requests[row.request]
-        name, reduce = request.spelled or str(site), request.reduce or plan.options.reduce
+    for row, request, name in _named(model, plan):
+        site, reduce = row.found.site, request.reduce or plan.options.reduce
         if asked.setdefault(name, reduce) != reduce:
             raise PlanError(f"{name}: is asked for twice, with different reductions: expected one, or two extractors")
         if site.port in (*GRADIENT_PORTS, "grad"):
@@ -287,6 +287,15 @@ def _check(model: nn.Module, plan: Plan) -> None:
                 f"{site}: is one module under {len(names)} names ({', '.join(names[:4])}), and may be called by each: "
                 f"say which call, such as {str(replace(site, call=0))!r}"
             )
+
+
+def _named(model: nn.Module, plan: Plan) -> Iterator[tuple[Any, Request, str]]:
+    """The rows of a plan in a model, each with its request and its key: as it was written, or by the standard name that
+    a pattern of such names finds it by, or as ``gaff.sites`` prints it."""
+    known = [names_by_site(model, request.target) for request in plan.requests]
+    for row in plan.check(model):
+        request, site = plan.requests[row.request], row.found.site
+        yield row, request, request.spelled or next(iter(known[row.request].get(site, ())), str(site))
 
 
 def _need_units(found: Iterable[Found]) -> None:

@@ -12,7 +12,7 @@ of a parameter is complete the norms of it are computed and checked against it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -91,7 +91,8 @@ class SampleNorms:
         self._closing = ExitStack()
 
     def __repr__(self) -> str:
-        return f"<gaff sample norms: {counted(len(self._names), 'parameter')}, {counted(len(self._sizes), 'run')}>"
+        seen = f"{counted(len(self._names), 'parameter')}, {counted(len(self._sizes), 'run')}"
+        return f"<gaff sample norms: {seen}, of a loss that is a {'mean' if self._is_mean else 'sum'} over examples>"
 
     def __enter__(self) -> SampleNorms:
         with ExitStack() as opening:
@@ -114,13 +115,11 @@ class SampleNorms:
         return iter(self._names)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Norms of the examples' gradients of one parameter. Raises SiteError for one that is not followed."""
-        found = self.run(None)
-        if name not in found:
-            raise SiteError(
-                f"{name!r} is not followed: expected one of {', '.join(nearest(name, list(found)) or found)}"
-            )
-        return found[name]
+        """Norms of the examples' gradients of one parameter, or of all parameters that are followed of one layer.
+
+        Raises SiteError for what is not followed.
+        """
+        return _norms_of(name, self.run(None), self._layers)
 
     @property
     def total(self) -> Tensor:
@@ -144,7 +143,9 @@ class SampleNorms:
         if index is None and len(self.runs) == 1:
             [index] = self.runs
         if index is None or index not in self.runs:
-            told = f"{len(self.runs)} runs had a backward pass, {self.runs}: expected norms.run(number) of one"
+            told = (
+                f"{len(self.runs)} runs had a backward pass, {self.runs}: expected norms.run(number), the dict of one"
+            )
             raise SiteError(told if self.runs else "no run had a backward pass while this was open: there are no norms")
         if index in self._refused:
             raise ExactnessError(self._refused[index])
@@ -185,7 +186,7 @@ class SampleNorms:
                 run.index,
                 f"{path}: {type(layer).__name__} was given {tuple(value.shape)} in a batch of {size}: its first "
                 "dimension is not the examples, whose parts cannot be told apart; leave it out: sample_norms(model, "
-                "pattern of others)",
+                f"lambda site: site.path != {path!r})",
             )
         elif not value.numel():
             self._refuse(run.index, f"{path}: was given {tuple(value.shape)}, in which there is nothing to measure")
@@ -321,6 +322,17 @@ class _Part(Stream):
         self._see(reason, run, call, self._path)
 
 
+def _norms_of(name: str, found: Mapping[str, Tensor], layers: Mapping[str, nn.Module]) -> Tensor:
+    """The norms of a parameter, or of a layer as a whole, [batch], in those of a run by parameter."""
+    if name in found:
+        return found[name]
+    inside = [norms for one, norms in found.items() if one.rpartition(".")[0] == name]
+    if name not in layers or not inside:
+        known = [*found, *layers]
+        raise SiteError(f"{name!r} is not followed: expected one of {', '.join(nearest(name, known) or known)}")
+    return torch.stack(inside).square().sum(0).sqrt()
+
+
 def sample_norms(model: nn.Module, patterns: Sequence[Any], reduction: str) -> SampleNorms:
     """Make the session that ``gaff.sample_norms`` returns; what its arguments mean is told there."""
     return SampleNorms(model, patterns, reduction)
@@ -350,7 +362,11 @@ def _find_layers(model: nn.Module, patterns: Sequence[Any]) -> dict[str, nn.Modu
             "Embedding and norm layers; limit what is followed, sample_norms(model, '**<Linear>')"
         )
     if not trained:
-        raise PlanError("sample_norms found no layer with trainable parameters there")
+        inside = next(
+            (path for path, module in layers.values() if any(one.requires_grad for one in module.parameters())), None
+        )
+        hint = "" if inside is None else f"; {inside!r} has some inside: expected '**' for all that is inside"
+        raise PlanError(f"sample_norms found no layer with trainable parameters of its own there{hint}")
     return trained
 
 
