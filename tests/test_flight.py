@@ -579,3 +579,23 @@ def test_a_handler_that_another_thread_could_not_take_away_gives_way(tmp_path):
         train(model)
         assert signal.getsignal(signal.SIGUSR1).__self__._before is not None
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_replay_of_a_fault_outside_of_the_model_repeats_what_the_run_told(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = build_linear()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, out=tmp_path / "run", every=1, keep_batch=True):
+        for step in range(4):
+            out = model(torch.randn(4, model.in_features))
+            away = out - (out.detach() if step == 2 else torch.zeros_like(out))
+            optimizer.zero_grad()
+            away.square().sum(1).sqrt().mean().backward()
+            optimizer.step()
+            if step == 2:
+                break
+    assert main(["replay", str(tmp_path / "run"), "--model", f"{__file__}:build_linear"]) == 0
+    text = capsys.readouterr().out
+    assert "every op is finite" in text
+    assert "note: what the run told of this step lies outside of the model, or is no NaN: " in text
+    assert "sqrt" in text.partition("note: ")[2]

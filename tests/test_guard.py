@@ -677,3 +677,21 @@ def test_a_batch_that_was_written_to_before_the_step_is_told_as_such():
         x.zero_()
         optimizer.step()
     assert any("written to after the run" in one for one in raised.value.report.notes)
+
+
+def test_a_gradient_that_the_loss_has_spoilt_says_what_names_the_op():
+    model = nn.Linear(3, 2)
+    x = torch.ones(4, 3)
+
+    def step():
+        out = model(x)
+        target = torch.cat([out[:1].detach(), out[1:].detach() + 1])
+        (out - target).square().sum(1).sqrt().mean().backward()
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step()
+    with gaff.guard(model), pytest.raises(gaff.NonFiniteError, match="made outside the model; gaff.find_nonfinite"):
+        optimizer.zero_grad()
+        step()
+        optimizer.step()
+    assert gaff.find_nonfinite(step, model=model).op == "sqrt"

@@ -60,7 +60,17 @@ def run(options: argparse.Namespace) -> int:
     if kept.was_changed:
         print("note: the run wrote into what it was given: this is of the batch as it was left")
     print(_text(report, told))
+    for found in () if report else _told_of(options.run, kept):
+        print(f"note: what the run told of this step lies outside of the model, or is no NaN: {found}")
     return 3 if report else 0
+
+
+def _told_of(run: str, kept: SavedBatch) -> list[str]:
+    """The findings for which a batch was kept, as the record of the run has them."""
+    from gaff.inspection.saved import load
+
+    return [one.message or one.rule for one in load(run, "run").findings if one.rule == kept.why and
+            one.since == kept.step]  # fmt: skip
 
 
 def _choose(options: argparse.Namespace) -> SavedBatch:

@@ -34,6 +34,7 @@ _UNSEEN_CALL = (
     "the model was called inside compiled code, which tells no arguments to run it again with; call what torch.compile "
     "returned of the model itself, or repeat the step without compiling"
 )
+_OUTSIDE = "; gaff.find_nonfinite(step, model=model) of the whole step, or gaff nan, names the op of the loss"
 OPEN: list[OriginSearch] = []  # of the guards that are open in this process
 
 
@@ -160,7 +161,7 @@ class OriginSearch:
             if path is not None:
                 report = Report(True, path or ":output", module=path, direction="forward", cause=_NOT_AGAIN,
                                 notes=report.notes)  # fmt: skip
-        return report
+        return replace(report, cause=f"{report.cause}{_OUTSIDE}") if report.site == STEP else report
 
     def _why_not_shown(self) -> str:
         """The cause to tell for a gradient that is not finite, when no batch tells why."""
