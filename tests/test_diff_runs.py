@@ -54,6 +54,31 @@ def test_what_follows_a_dropout_that_was_put_in_is_held_against_the_same_layer(t
     assert any(name.startswith("4") for name in found.only_b)
 
 
+def test_a_layer_that_was_put_in_among_others_of_its_size_moves_those_behind_it(tmp_path):
+    def run_of(folder, has_more):
+        torch.manual_seed(0)
+        layers = [nn.Linear(16, 16) for _ in range(3)]
+        if has_more:
+            more = nn.Linear(16, 16)
+            nn.init.eye_(more.weight)
+            nn.init.zeros_(more.bias)
+            layers.insert(1, more)
+        net = nn.Sequential(*layers)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        with gaff.watch(net, out=folder, every=1):
+            for _ in range(4):
+                optimizer.zero_grad()
+                net(INPUTS[:32]).square().mean().backward()
+                optimizer.step()
+        return gaff.load(folder)
+
+    found = gaff.diff(run_of(tmp_path / "a", False), run_of(tmp_path / "b", True))
+    at_first = {(row.site, row.other): row.state for row in found.rows if row.phase in ("weights", "forward")}
+    assert ("1", "2") in at_first
+    assert ("2", "3") in at_first
+    assert found.first.step > 0  # the layer in between returns what it is given until it has learned
+
+
 def test_modules_of_runs_can_be_paired_by_hand(tmp_path):
     a, b = run(tmp_path / "a"), run(tmp_path / "b", [(2, nn.Identity())])
     found = gaff.diff(a, b, pairs={"2": "3", "3": "4", "4": "5"})

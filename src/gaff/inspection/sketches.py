@@ -177,7 +177,8 @@ def projections(tensors: Sequence[Tensor]) -> list[Tensor | None]:
         together = _PROJECTED // size
         for begin in range(0, len(several), together):
             part = several[begin : begin + together]
-            rows = torch.stack([flat for _, flat in part]).to(torch.float32 if dtype in _NARROW else torch.float64)
+            wide = torch.float32 if dtype in _NARROW else torch.float64
+            rows = torch.stack([flat.to(wide) for _, flat in part])
             sums = (rows.unsqueeze(1) * weights).sum(2, dtype=torch.float64) / _SIZE
             for (at, _), row in zip(part, sums.unbind(), strict=True):
                 found[at] = row

@@ -34,7 +34,7 @@ _UNSEEN_CALL = (
     "the model was called inside compiled code, which tells no arguments to run it again with; call what torch.compile "
     "returned of the model itself, or repeat the step without compiling"
 )
-_OUTSIDE = "; gaff.find_nonfinite(step, model=model) of the whole step, or gaff nan, names the op of the loss"
+_OUTSIDE = "; gaff.find_nonfinite(step, model=model) of the whole step, or gaff nan --again, names the op of the loss"
 OPEN: list[OriginSearch] = []  # of the guards that are open in this process
 
 

@@ -78,12 +78,10 @@ def _line(cube: Cube, at: int, name: str, port: str, marks: tuple[float, ...]) -
 def marked_apart(one: Line, other: Line) -> float:
     """How far two parameters were apart before the first step, by the norm of the difference relative to the larger.
 
-    As their marks tell it, within a half or so; 0 where one has none.
+    As their marks tell it, within a half or so; 0 where one has none, or has elements that are not finite.
     """
-    if not one.marks or not other.marks:
-        return 0.0
-    size = max(math.hypot(*one.marks), math.hypot(*other.marks))
-    return math.dist(one.marks, other.marks) / size if size else 0.0
+    size = max(math.hypot(*one.marks), math.hypot(*other.marks)) if one.marks and other.marks else 0.0
+    return math.dist(one.marks, other.marks) / size if 0 < size < math.inf else 0.0
 
 
 def pairing_of(
@@ -111,16 +109,19 @@ def pairing_of(
 
 
 def _moved(a: list[Line], b: list[Line], paths: tuple[set[str], set[str]]) -> dict[str, str]:
-    """What members of lists of modules are called in B, by their parameters: where all have the names that they had in
-    A, nothing has moved. By their values before the first step, where any of both is alike, else by their sizes."""
+    """What members of lists of modules are called in B, by their parameters.
+
+    Nothing has moved where all of one have a namesake of their size in the other, unless one of these lies elsewhere
+    in B by its values before the first step. By these values they are matched where any is alike, else by their sizes.
+    """
     weights = [[line for line in lines if line.port == "param" and line.phase == "train"] for lines in (a, b)]
     sizes = [{line.name: line.elements for line in lines} for lines in weights]
-    if all(sizes[1].get(name) == size for name, size in sizes[0].items()) or all(
-        sizes[0].get(name) == size for name, size in sizes[1].items()
-    ):
+    values = [{line.marks: line.name for line in lines if any(line.marks)} for lines in weights]
+    is_alike = bool(values[0].keys() & values[1].keys())
+    common = {name for name, size in sizes[0].items() if sizes[1].get(name) == size}
+    is_elsewhere = any(values[1].get(marks, name) != name for marks, name in values[0].items())
+    if len(common) == len(sizes[0]) == len(sizes[1]) or (len(common) == min(map(len, sizes)) and not is_elsewhere):
         return {}
-    values = [{line.marks for line in lines if any(line.marks)} for lines in weights]
-    is_alike = bool(values[0] & values[1])
 
     def key(line: Line) -> Hashable:
         return line.elements, line.site.rpartition(".")[2], line.marks if is_alike else None

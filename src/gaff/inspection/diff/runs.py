@@ -179,11 +179,12 @@ def _without_gradients(left: list[Line], other: Record, told: tuple[str, str], l
     """
     models = [model.get("weights") for _, model in other.events("model", other.ranks[0])]
     parameters = {str(weight[0]) for weights in models if isinstance(weights, list) for weight in weights}
-    rows = []
+    rows, alone = [], {line.name for line in left if line.port == "param"}  # those of no partner are of one run
     for line in left:
         steps = sorted({int(step) for step in line.steps} & looked)
         name = line.name.removesuffix(f":{line.port}")  # with the name of its model before it, where these are several
         is_known = name in parameters or name.partition(".")[2] in parameters
+        is_known = is_known and f"{name}:param" not in alone
         if line.phase == "train" and line.port in ("grad", "update") and is_known and steps:
             place = line.name, line.name, "parameter"
             rows.append(DiffRow(*place, "parted", math.inf, 0.0, "presence", *told, step=steps[0]))

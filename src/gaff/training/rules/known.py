@@ -7,17 +7,8 @@ from collections.abc import Iterable
 from gaff.training.rules import evaluations, large, layout, loop, losses, setup, slips, steps, values
 from gaff.training.rules.registry import Rule, select
 
-FILES = (
-    steps,
-    values,
-    evaluations,
-    losses,
-    setup,
-    large,
-    loop,
-    layout,
-    slips,
-)  # importing them registers what they hold
+# Importing them registers what they hold.
+FILES = (steps, values, evaluations, losses, setup, large, loop, layout, slips)
 
 
 def known(off: Iterable[str] = ()) -> tuple[Rule, ...]:

@@ -220,11 +220,9 @@ def no_signal(sample: Sample, past: Past) -> Iterator[Hit]:
     """
     batch = sample.facts.get("batch", 0)
     reached = {key[0] for key, units in sample.units.items() if key[1].startswith(":output") and not units.is_constant}
-    reached |= {
-        key[0]
-        for key, row in sample.port("output").items()
-        if key[1].startswith(":output") and row.count == batch and row.std > 1e-6 * row.rms
-    }  # one an example
+    for key, row in sample.port("output").items():
+        if key[1].startswith(":output") and row.count == batch and row.std > 1e-6 * row.rms:  # one an example
+            reached.add(key[0])
     has_begun = False  # a module has returned something
     for at, (key, row) in enumerate(sample.rows.items()):
         if row.count <= 8 or not path_of(key[1]) or key[0] in reached:

@@ -32,14 +32,8 @@ _FEW, _FAR = 3, 100  # losses before an early spike, and how many times the larg
 _DEVIATIONS = 6.0
 _BY_HAND = "by_hand"  # what attention by hand sees, by its length
 _EARLY = 32  # backward passes in which attention by hand is looked for: how it is written stays
-_OF_VALUE = (
-    "classes",
-    "mean_of",
-    "logistic",
-    "scores",
-    "summed",
-    "bounded",
-)  # facts of what a loss is given, and what it may be
+# Facts of what a loss is given, and of what it may be.
+_OF_VALUE = ("classes", "mean_of", "logistic", "scores", "summed", "bounded")
 _EUCLIDEAN = 2.0
 _HIGH = 3.0  # deviations above which a loss has left what it was lately
 

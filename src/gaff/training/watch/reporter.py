@@ -334,11 +334,8 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
     counted: dict[str, Any] = {"labels": labels} if labels is not None and is_counted else {}
     is_uneven = any(one["is_uneven"] for one in targets)
     counted |= {"is_pooled": True} if is_counted and (labels is None or is_uneven) else {}
-    counted |= (
-        {"is_pooled": True}
-        if name == told.get("mean_of") and any(one.get("is_pooled") for one in told["targets"])
-        else {}
-    )
+    is_spread = name == told.get("mean_of") and any(one.get("is_pooled") for one in told.get("targets", ()))
+    counted |= {"is_pooled": True} if is_spread else {}
     counted |= {"among": told["classes"]["count"]} if is_counted else {}
     return {**plain, "guess_of": name, "guess": by * guess, **counted}
 
