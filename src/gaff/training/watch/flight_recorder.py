@@ -128,13 +128,15 @@ class FlightRecorder:
     def keep_for(self, finding: Finding, batches: Batches) -> Finding:
         """Keep the last of ``batches`` for ``finding``; the finding, with the place of the file where one was written.
 
-        The place is put into its evidence as ``kept``, and the command that runs the batch again into its remedy.
+        The place is put into its evidence as ``kept``, and the command that runs the batch again into its remedy; not
+        where a NaN was there before the step, for then the batch is not the one that made it.
         """
         path = self.keep(finding.since, finding.rule, batches)
         if not path:
             return finding
-        again = f"gaff replay {shlex.quote(str(self._out))} --model FILE:NAME runs it again"
-        return replace(finding, evidence={**finding.evidence, "kept": path}, remedy=f"{finding.remedy}; {again}")
+        again = f"; gaff replay {shlex.quote(str(self._out))} --model FILE:NAME runs it again"
+        again = "" if finding.evidence.get("direction") == "before" else again
+        return replace(finding, evidence={**finding.evidence, "kept": path}, remedy=f"{finding.remedy}{again}")
 
     def follow_signal(self) -> None:
         """Let SIGUSR1 ask for the last steps from now on, unless the script has a use for it.
