@@ -1,5 +1,6 @@
 """``gaff watch`` around a command: signals, standard streams that are closed, folders that go, names."""
 
+import json
 import os
 import shlex
 import signal
@@ -182,6 +183,28 @@ def test_a_question_to_the_launcher_reaches_who_trains(around, tmp_path):
     told = process.communicate(timeout=120)[0]
     assert (process.returncode, told.endswith("after\n")) == (0, bool(around))
     assert sum("SIGUSR1" in event["why"] for _, event in gaff.load(tmp_path / "run").events("flight")) == 1
+
+
+def test_a_signal_before_the_command_is_known_is_kept_for_it(tmp_path):
+    at_start = (
+        "import os, signal, sys\nfrom gaff.cli import launch, main\nstart = launch.start\n"
+        "def signalled(*args, **more):\n    os.kill(os.getpid(), signal.SIGTERM)\n    return start(*args, **more)\n"
+        "launch.start = signalled\nsys.exit(main(sys.argv[1:]))"
+    )
+    words = watched(tmp_path / "run", sys.executable, "-c", "import time; time.sleep(60)")[3:]
+    done = run([sys.executable, "-c", at_start, *words])
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["code"] == -signal.SIGTERM
+
+
+def test_what_is_ignored_is_ignored_by_the_command(tmp_path):
+    words = watched(
+        tmp_path / "run", sys.executable, "-c", "import signal; print(repr(signal.getsignal(signal.SIGHUP)))"
+    )
+    starting = (
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    assert "SIG_IGN" in run([sys.executable, "-c", starting, *words]).stdout
 
 
 def test_a_question_that_nobody_takes_ends_nothing(tmp_path):

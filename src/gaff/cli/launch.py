@@ -21,11 +21,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from gaff.cli.printing import show, terminal_width
 from gaff.cli.processes import Processes
+from gaff.cli.signals import HandedOn
 from gaff.errors import GaffError, PlanError, RecordError
 from gaff.record.experiments import FOLDER, TRIED
 from gaff.record.flight import ENDING as RING
@@ -36,8 +36,6 @@ from gaff.views import run_text
 from gaff.views.text import fitting, printable
 
 _IDLE_S = 600
-_ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
-_FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGQUIT")
 
 
 def launch(
@@ -64,9 +62,11 @@ def launch(
     inherited = environment({**told, "quiet": quiet, "plain": plain})
     if live:
         _serve(folder)
-    child = start(command, program, env=inherited)
-    processes = Processes(child.pid)
-    code = _wait(child, processes)
+    with HandedOn() as signals:
+        child = start(command, program, env=inherited)
+        processes = Processes(child.pid)
+        signals.to(child, processes)
+        code = _wait(child, processes)
     is_known = processes.gone is not None and (processes.gone["how"] or code)  # else it may have ended well
     gone = {"gone": processes.gone} if is_known else {}
     _note(folder, {"code": code, **gone})
@@ -230,21 +230,7 @@ def _note(folder: Path, told: dict[str, Any]) -> None:
 
 
 def _wait(child: subprocess.Popen[Any], processes: Processes) -> int:
-    """Until the command ends. Ctrl-C reaches it from a terminal by itself; what else comes is handed on."""
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        processes.are_told = processes.are_told or name in _ENDING
-        if name == "SIGUSR1" and (takers := processes.taking(number)) is not None:
-            _ask(takers, number)
-        elif number != signal.SIGINT or not _is_in_foreground():
-            child.send_signal(number)
-
-    known = {signal.SIGINT: signal.signal(signal.SIGINT, hand_on)}
-    for name in _FORWARDED:
-        if hasattr(signal, name):
-            number = getattr(signal, name)
-            known[number] = signal.signal(number, hand_on)
+    """Until the command ends."""
     try:
         while (code := child.poll()) is None:
             processes.wait()
@@ -252,31 +238,6 @@ def _wait(child: subprocess.Popen[Any], processes: Processes) -> int:
         return code
     finally:
         processes.close()
-        for number, before in known.items():
-            signal.signal(number, before)
-
-
-def _ask(takers: list[int], number: int) -> None:
-    """Send a signal that asks for something to processes that have a handler for it; others would end by it."""
-    for pid in takers:
-        with suppress(OSError):
-            os.kill(pid, number)
-    if not takers:
-        to_stderr(f"gaff: {signal.Signals(number).name} is not handed on: nothing in the command takes it yet")
-
-
-def _is_in_foreground() -> bool:
-    """Whether a terminal interrupts this process and, as it is of the same group, the command."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
 
 
 def _tell(folder: Path, *, quiet: bool, plain: bool) -> None:
