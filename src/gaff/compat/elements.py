@@ -88,8 +88,7 @@ def is_plain(tensor: Tensor) -> bool:
     is_odd = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
     if is_odd or kind.__name__ in _UNREADABLE:
         return False
-    is_wrapper = is_opaque(tensor) or is_traceable_wrapper_subclass(tensor)
-    return kind is Tensor or kind is torch.nn.Parameter or not is_wrapper
+    return kind in (Tensor, torch.nn.Parameter) or not (is_opaque(tensor) or is_traceable_wrapper_subclass(tensor))
 
 
 def is_opaque(value: object) -> bool:

@@ -27,11 +27,13 @@ _NAMES = 1792  # bytes for the names of losses, as JSON
 _LAST = 256  # bytes for why the log beside it was not written any further
 # number, step, time, seconds, lr, scale, samples, checksum, which losses are known, losses
 _ROW = struct.Struct(f"<qqddddqII{LOSSES}d")
-_SIZE = _ROW.size + STATE + 8
+_NUMBER = struct.Struct("<q")
+_SIZE = _ROW.size + STATE + _NUMBER.size
+_NAN = float("nan")
 _BEGIN = len(_MAGIC) + _NAMES + _LAST
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which takes long to make: there is one of each step
 class Flight:
     """One of the last steps. ``time``: when it ended, in seconds since 1970; ``batch``: a checksum of its inputs.
 
@@ -82,27 +84,29 @@ class RingWriter:
         self._names: list[str] = []
         self._count = 0
 
-    def write(self, flight: Flight) -> None:
+    def write(self, flight: Flight, random: Any = None) -> None:
         """Write a row over the oldest one. Of all losses that ever come the first eight names are kept.
 
+        ``random``: the memory of the random state, which is copied from there, in place of the bytes in ``flight``.
         The number at the row's end is cleared first and set last: a row that a kill interrupts has different numbers
         at its ends, and is left out when the ring is read.
         """
-        for name in flight.losses:
+        there, losses = 0, [_NAN] * LOSSES
+        for name, value in flight.losses.items():
             if name not in self._names and len(self._names) < LOSSES:
                 self._name(name)
-        there = sum(1 << at for at, name in enumerate(self._names) if name in flight.losses)
-        losses = [flight.losses.get(name, float("nan")) for name in self._names]
-        losses += [float("nan")] * (LOSSES - len(losses))
+            if name in self._names:
+                place = self._names.index(name)
+                there, losses[place] = there | 1 << place, value
         self._count += 1
         at = _BEGIN + (self._count % ROWS) * _SIZE
-        row = _ROW.pack(self._count, flight.step, flight.time, flight.seconds, flight.lr, flight.scale, flight.samples,
-                        int(flight.batch or "0", 16), there, *losses)  # fmt: skip
-        self._memory[at + _SIZE - 8 : at + _SIZE] = bytes(8)  # torn, until all of it is there
-        self._memory[at : at + len(row)] = row
-        state = flight.random if len(flight.random) == STATE else bytes(STATE)
-        self._memory[at + _ROW.size : at + _ROW.size + STATE] = state
-        self._memory[at + _SIZE - 8 : at + _SIZE] = self._count.to_bytes(8, "little")
+        end = at + _SIZE - 8
+        _NUMBER.pack_into(self._memory, end, 0)  # torn, until all of it is there
+        _ROW.pack_into(self._memory, at, self._count, flight.step, flight.time, flight.seconds, flight.lr, flight.scale,
+                       flight.samples, int(flight.batch or "0", 16), there, *losses)  # fmt: skip
+        state = flight.random if random is None else random
+        self._memory[at + _ROW.size : end] = state if len(state) == STATE else bytes(STATE)
+        _NUMBER.pack_into(self._memory, end, self._count)
 
     def leave(self, text: str) -> None:
         """Write why the log beside this file is not written any further: here is room, also where the disk is full."""

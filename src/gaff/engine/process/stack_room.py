@@ -1,16 +1,15 @@
 """Room on the Python stack: frames that are not the program's do not count against its recursion limit.
 
-A program that recurses deeply must get as deep with somebody around its calls as without. So the limit is higher by the
-frames of others, as long as they are there, and the program's own again after that. One thread at a time has room; a
-limit that the program sets meanwhile is its own, and stays.
+A program must get as deep with somebody around its calls as without. So the limit is higher by the frames of others,
+as long as they are there. One thread at a time has room; a limit that the program sets meanwhile is its own, and stays.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
+from sys import _getframe, getrecursionlimit, setrecursionlimit
 from threading import get_ident
-from types import CodeType, FrameType, SimpleNamespace
+from types import CodeType, FrameType
 from typing import TypeVar
 
 from gaff.compat.modes import frames_from
@@ -29,7 +28,7 @@ def passed_over(function: _Function) -> _Function:
 
 
 # By how many frames the limit is higher now, what it was set to for that, and the thread that they are for.
-_ROOM = SimpleNamespace(added=0, limit=0, thread=0)
+_added, _limit, _thread = 0, 0, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +41,12 @@ class RunningFunction:
     @classmethod
     def of(cls, level: int) -> RunningFunction:
         """The function ``level`` frames above the caller of this one, which is 0."""
-        frame = sys._getframe(1 + level)
+        frame = _getframe(1 + level)
         return cls(_depth_of(frame), frame.f_code)
 
     def is_running(self) -> bool:
         """Whether it may still run: the function that is as deep on the stack now has the same code."""
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = _getframe(1)
         for _ in range(_depth_of(frame) - self.depth):
             frame = frame.f_back if frame is not None else None
         return frame is not None and _depth_of(frame) == self.depth and frame.f_code is self.code
@@ -63,13 +62,14 @@ def widen(frames: int) -> int:
 
     That is 0 where another thread has some. Takes one frame itself, which must be there.
     """
-    here, limit = get_ident(), sys.getrecursionlimit()
-    if limit != _ROOM.limit:
-        _ROOM.added = 0  # the program has set one of its own, or this is the first time
-    if _ROOM.added and _ROOM.thread != here:
+    global _added, _limit, _thread
+    here, limit = get_ident(), getrecursionlimit()
+    if limit != _limit:
+        _added = 0  # the program has set one of its own, or this is the first time
+    if _added and _thread != here:
         return 0
-    _ROOM.added, _ROOM.limit, _ROOM.thread = _ROOM.added + frames, limit + frames, here  # first: Ctrl-C may come
-    sys.setrecursionlimit(limit + frames)
+    _added, _limit, _thread = _added + frames, limit + frames, here  # first: Ctrl-C may come
+    setrecursionlimit(limit + frames)
     return frames
 
 
@@ -79,20 +79,20 @@ def narrow(frames: int) -> None:
     Python refuses a limit below what is in use, as it may be in a frame of ours at the very end of the stack: then all
     but a few frames are taken back.
     """
-    limit = sys.getrecursionlimit()
-    if not frames or limit != _ROOM.limit:
+    global _added, _limit
+    limit = getrecursionlimit()
+    if not frames or limit != _limit:
         return
-    known = min(frames, _ROOM.added)
-    for left in (0, 2, 4, 6, 8):
+    for back in range(min(frames, _added), 0, -2):
         try:
-            sys.setrecursionlimit(limit - known + left)
+            setrecursionlimit(limit - back)
         except RecursionError:
             continue
-        _ROOM.added, _ROOM.limit = _ROOM.added - known + left, limit - known + left
+        _added, _limit = _added - back, limit - back
         return
 
 
 def settle() -> None:
     """Take back all room that this thread has, at the end of what it was made for, whatever was left unfinished."""
-    if _ROOM.thread == get_ident():
-        narrow(_ROOM.added)
+    if _thread == get_ident():
+        narrow(_added)

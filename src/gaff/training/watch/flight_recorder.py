@@ -31,7 +31,7 @@ from gaff.training.clipping import Clipping
 from gaff.training.watch import step_facts
 from gaff.training.watch.losses import StepNumbers
 from gaff.training.watch.models import Model
-from gaff.training.watch.recorder import bytes_of
+from gaff.training.watch.recorder import memory_of
 from gaff.training.watch.saved_batches import BatchSaver
 
 _CHECKED = 4096  # bytes of a batch that its checksum is of
@@ -54,7 +54,7 @@ class FlightRecorder:
         self._keeper = BatchSaver(out) if out is not None and keeps_batches else None
         self._before: Any = None
         self._notes: list[str] = []
-        self._first: tuple[str, bytes] = "", b""
+        self._first: tuple[str, Tensor | None] = "", None
 
     @property
     def notes(self) -> list[str]:
@@ -82,8 +82,8 @@ class FlightRecorder:
         """
         if self._ring is not None and not self._first[0]:
             state = batch.random[0]
-            random = bytes_of(state) if state.device.type == "cpu" else b""
-            self._first = step_facts.fingerprint(batch.args, batch.kwargs, _CHECKED), random
+            random = state if state.device.type == "cpu" else None
+            self._first = step_facts.checksum((tensor for tensor, _ in batch.versions), _CHECKED), random
 
     def ended(self, step: int, seconds: float, numbers: StepNumbers, samples: int) -> None:
         """Write the row of a step that has ended, or of one in whose middle the run has.
@@ -91,11 +91,11 @@ class FlightRecorder:
         ``seconds`` is 0 for the latter. ``samples``: how many the models were given. Waits neither for a device nor for
         the disk.
         """
-        (batch, random), self._first = self._first, ("", b"")
+        (batch, state), self._first = self._first, ("", None)
         if self._ring is not None:
             known = {name: _here(value) for name, value in numbers.losses.items()}
-            flight = Flight(step, time.time(), seconds, numbers.lr, _here(numbers.scale), samples, batch, known, random)
-            self._ring.write(flight)
+            flight = Flight(step, time.time(), seconds, numbers.lr, _here(numbers.scale), samples, batch, known)
+            self._ring.write(flight, memory_of(state) if state is not None else None)
             self.recent.append(flight)
 
     def leave(self, text: str) -> None:

@@ -53,6 +53,10 @@ class IdleOptimizers:
         self._due = _FIRST
         self.was_wrong = False  # all that was found has made a step since
 
+    def is_due(self, count: int) -> bool:
+        """Whether ``passed`` would do anything after so many steps."""
+        return count >= self._due or bool(self._found)
+
     def passed(self, count: int) -> None:
         """So many steps were made, or backward passes where there was no step yet: search, where it is time.
 

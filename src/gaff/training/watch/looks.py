@@ -103,7 +103,6 @@ class Looks:
         sampled = self.sampled
         return _THEN - 1 if sampled is not None and sampled.step and sampled.runs.looked >= _EACH else 0
 
-    @property
     def is_idle(self) -> bool:
         """Whether nobody looks at anything, and no hook of ours is on."""
         is_looked_at = self.sampled is not None or self._target is not None or self._graphs.is_on

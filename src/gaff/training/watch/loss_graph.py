@@ -326,9 +326,14 @@ def first_numbers(loss: Tensor) -> list[int]:
     """
     node: Any = loss.grad_fn
     found: list[int] = []
-    while node is not None and node.next_functions and len(found) < _FIRST:
+    while node is not None and len(found) < _FIRST:
+        following = node.next_functions  # made anew each time
+        if not following:
+            break
         found.append(sequence_of(node))
-        node = next((one for one, _ in node.next_functions if one is not None), None)
+        for node, _ in following:
+            if node is not None:
+                break
     return found
 
 

@@ -11,6 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ _EARLY = 32  # backward passes in which attention by hand is looked for: how it 
 _OF_VALUE = ("classes", "mean_of", "logistic", "scores", "summed", "bounded")
 _EUCLIDEAN = 2.0
 _HIGH = 3.0  # deviations above which a loss has left what it was lately
+_MOST = 1e300  # of a variance: an infinite one would stay NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,34 +290,53 @@ class Losses:
         largest so far.
         """
         value /= weight
-        past = self._past.setdefault(name, PastLosses(value))
-        found, is_above = None, False
+        past = self._past.get(name)
+        if past is None:
+            past = self._past[name] = PastLosses(value)
+        found = None
         if len(past.values) >= _LEAST:
-            mean, deviation = past.moments()
-            is_above = value > mean + _HIGH * deviation > mean
-            is_far = value > mean + _DEVIATIONS * deviation and value > 3 * abs(mean)
-            if is_far and value > max(0.5 * abs(past.first), 2 * max(past.values)) and not past.is_restless(value):
-                found = Spike(name, value * weight, mean * weight, deviation * weight)
+            if past.rises(value):
+                self._rises()
+            if value > 2 * past.values[-1]:  # as it is if it is above twice the largest; to ask the rest takes long
+                mean, deviation = past.moments()
+                is_far = value > mean + _DEVIATIONS * deviation and value > 3 * abs(mean)
+                if is_far and value > max(0.5 * abs(past.first), 2 * max(past.values)) and not past.is_restless(value):
+                    found = Spike(name, value * weight, mean * weight, deviation * weight)
         elif len(past.values) >= _FEW and value > _FAR * max(map(abs, past.values)):
             mean, deviation = past.moments()
             found = Spike(name, value * weight, mean * weight, deviation * weight, is_early=True)
-        if is_above and not past.is_above:
-            self._rises()
-        past.is_above = is_above
-        past.values.append(value)
+        past.add(value)
         return found
 
 
 class PastLosses:
     """The last 128 values of one loss, and the first.
 
-    Sums are made anew each time: what is kept up would keep the rounding of a jump, long after that.
+    Moments of these are made anew each time: sums that are kept up would keep the rounding of a jump, long after that.
+    What is asked at each step, ``rises``, is by a mean and a variance that forget older values by and by.
     """
 
     def __init__(self, first: float) -> None:
         self.first = first
         self.values: deque[float] = deque(maxlen=_LENGTH)
-        self.is_above = False  # the newest value is three deviations above the mean of those before
+        self._is_above = False  # the newest value is three deviations above the mean of those before
+        self._mean = self._variance = 0.0
+
+    def add(self, value: float) -> None:
+        """Remember a value, in place of the oldest one where there are enough.
+
+        Mean and variance are brought up to date by Welford's formula, as if there were never more than 64 values.
+        """
+        self.values.append(value)
+        count = min(len(self.values), _LENGTH // 2)
+        gap = value - self._mean
+        self._mean += gap / count
+        self._variance = min(self._variance + (gap * (value - self._mean) - self._variance) / count, _MOST)
+
+    def rises(self, value: float) -> bool:
+        """Whether such a value is three deviations above the mean of those before, and the newest of them was not."""
+        was_above, self._is_above = self._is_above, value > self._mean + _HIGH * math.sqrt(self._variance) > self._mean
+        return self._is_above and not was_above
 
     def is_restless(self, value: float) -> bool:
         """Whether such a value is within five deviations of the latest 32, by their logarithms.
@@ -333,7 +354,7 @@ class PastLosses:
         """Mean and standard deviation (of the population) of the values held; there must be one at least."""
         count = len(self.values)
         mean = sum(self.values) / count
-        return mean, math.sqrt(sum([(value - mean) ** 2 for value in self.values]) / count)
+        return mean, math.dist(self.values, repeat(mean, count)) / math.sqrt(count)  # in C: asked at each step
 
 
 def _weight(loss: Tensor | None) -> float:

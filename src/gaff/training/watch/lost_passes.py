@@ -137,6 +137,11 @@ class LostPasses:
                 self._lost[id(optimizer), left.name, left.is_alone] += 1
             self._before[id(optimizer)] = {id(one): _mark(gradient) for one, gradient in _gradients(optimizer)}
 
+    @property
+    def are_awaited(self) -> bool:
+        """Whether the end of a backward pass is to be told: its beginning was."""
+        return bool(self._before)
+
     def ended(self, optimizers: Iterable[Any], name: str, factor: Any, *, is_plain: bool) -> None:
         """A backward pass from the loss ``name`` has ended; of one whose beginning was not told nothing is noted.
 

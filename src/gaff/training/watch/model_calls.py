@@ -38,6 +38,7 @@ class CallsTold:
 
     # an outermost call, with what it is given, and whether hooks on the module are past already
     begins: Callable[[Model, nn.Module, Any, Any, bool], None]
+    is_idle: Callable[[], bool]  # whether the end of a run interests nobody; not called through the shield
     ends: Callable[[Model, nn.Module, Any], None]  # such a call, and what it returned; None where it raised
     ends_late: Callable[[], None]
     left: Callable[[nn.Module, Any, Any, dict[int, Tensor] | None], None]  # any module has returned, while hooks are on
@@ -290,5 +291,6 @@ class ModelCalls:
             return output
         finally:
             self._inside = None if shield.is_mine() else self._inside  # another thread may have come to train meanwhile
-            shield.run(self._told.ends, model, module, output)
+            if not self._told.is_idle():
+                shield.run(self._told.ends, model, module, output)
             stack_room.settle()

@@ -24,7 +24,7 @@ from gaff.training.watch.optimizers import Optimizers
 from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.schedules import Schedules
 from gaff.training.watch.slips import set_for_nothing
-from gaff.training.watch.step_state import LoopEvent, StepState
+from gaff.training.watch.step_state import LoopEvent, State, StepState
 from gaff.training.watch.updates import Clearing, Update
 from gaff.training.watch.written_back import WrittenBack
 
@@ -82,6 +82,16 @@ class OptimizerSteps:
         elif is_sampled:
             self.clearing.look()
             self.lost.begins(self.optimizers.counts, losses, batch)
+
+    @property
+    def are_begins_awaited(self) -> bool:
+        """Whether a step that begins tells anything, outside of looks; asked outside the shield, at each step."""
+        return self.at.state is not State.OPEN or self.written.is_awaiting or not self.optimizers.made
+
+    @property
+    def are_ends_awaited(self) -> bool:
+        """Whether ``backward_ended`` is to be called; asked outside the shield, at each backward pass."""
+        return self.lost.are_awaited or self.idle.is_due(self.optimizers.made)
 
     def backward_ended(self, name: str, factor: Any, *, is_plain: bool) -> None:
         """A backward pass from the loss ``name`` has ended; noted if it has begun in a sampled step.
@@ -148,8 +158,7 @@ class OptimizerSteps:
 
         In a sampled step what it has changed is counted now.
         """
-        self.optimizers.number_of(optimizer, self._stepped)
-        is_end = self.optimizers.stepped(optimizer)
+        is_end = self.optimizers.stepped(optimizer, self._stepped)
         self.at.is_left_out = False
         self.idle.stepped(optimizer)
         self.in_a_row = 0
@@ -216,10 +225,6 @@ class OptimizerSteps:
         """Whether a step was left out and no optimizer has made one since: asked once, when the next step begins."""
         is_left_out, self.at.is_left_out = self.at.is_left_out, False
         return is_left_out
-
-    def is_alone(self) -> bool:
-        """Whether there is one optimizer, as far as is known: its step ends that of the run for certain."""
-        return self.optimizers.is_single
 
     def over(self) -> None:
         """The step of the run is complete, with those of all optimizers: forget what was noted of it."""

@@ -38,13 +38,14 @@ class Optimizers:
     less often. One that begins late with a model of its own takes it at once, as in another training.
 
     All but those given are held weakly, and parameters not at all, which torch may have to swap. ``counts``: how many
-    steps each that has made one has made; ``others``: how many steps were made that do not count.
+    steps each that has made one has made; ``made``: those of all, also of optimizers that are gone; ``others``: how
+    many steps were made that do not count.
     """
 
     def __init__(self, given: Iterable[Any], models: Models, *, is_any: bool) -> None:
         self.counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # steps of each
         self.others = 0
-        self._made = 0  # steps that count, also of optimizers that are gone
+        self.made = 0
         self._renewed = 0  # optimizers that took over all parameters of another
         self._has_moved = False  # such a one has begun with weights that were written to since
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -99,7 +100,7 @@ class Optimizers:
         return has_lost and owns and {id(one) for one in left} <= mine
 
     def leaves_out(self, optimizer: Any) -> bool:
-        """Whether a step that ``optimizer`` is about to make does not count; such steps are counted apart."""
+        """Whether a step that ``optimizer`` has made does not count; such steps are counted apart."""
         is_other = not self.has(optimizer)
         self.others += is_other
         return is_other
@@ -123,7 +124,7 @@ class Optimizers:
 
         As they do where each parameter has an optimizer of its own.
         """
-        return self.known == 1 and (len(self._given) == 1 or self._made > 1)
+        return self.known == 1 and (len(self._given) == 1 or self.made > 1)
 
     @property
     def are_of_tasks(self) -> bool:
@@ -137,7 +138,7 @@ class Optimizers:
 
     @property
     def _are_short_lived(self) -> bool:
-        return self._renewed >= _OFTEN and self._made <= _SHORT * self._renewed
+        return self._renewed >= _OFTEN and self.made <= _SHORT * self._renewed
 
     def number_of(self, optimizer: Any, stepped: Collection[int] = ()) -> int:
         """How many steps its parameters have had before the one that it is about to make.
@@ -180,13 +181,16 @@ class Optimizers:
         leader = self._leader() if self._leader is not None else None
         return leader is not None and self.counts.get(leader) == 2
 
-    def stepped(self, optimizer: Any) -> bool:
-        """Count a step of ``optimizer``; whether it ends a step of the run, being the leader's."""
-        self._made += 1
-        self.number_of(optimizer)
+    def stepped(self, optimizer: Any, stepped: Collection[int] = ()) -> bool:
+        """Count a step of ``optimizer``; whether it ends a step of the run, being the leader's.
+
+        ``stepped``: those that made theirs before it in the same step of the run, as for ``number_of``.
+        """
+        self.made += 1
+        self.number_of(optimizer, stepped)
         known = self._made_by[optimizer]
         known.steps += 1
-        known.first, known.last = known.first or self._made, self._made
+        known.first, known.last = known.first or self.made, self.made
         self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
         leader = self._leader() if self._leader is not None else None
         if leader is not optimizer:

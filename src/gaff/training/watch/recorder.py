@@ -158,6 +158,14 @@ def bytes_of(values: Tensor, most: int = sys.maxsize) -> bytes:
     return ctypes.string_at(values.data_ptr(), size) if size else b""
 
 
+def memory_of(values: Tensor) -> Any:
+    """The elements of a contiguous CPU tensor as something to copy from, as long as the tensor is held: no copy yet.
+
+    To ask for memory of thousands of bytes between many small tensors takes long (glibc puts freed ones together then).
+    """
+    return (ctypes.c_char * (values.numel() * values.element_size())).from_address(values.data_ptr())
+
+
 def _number(sample: Sample, name: str, key: Key) -> float:
     """One statistic of a stream that is in no row, such as ``dead`` or ``update_ratio``; NaN where there is none."""
     nothing = float("nan")

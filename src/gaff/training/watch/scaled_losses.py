@@ -53,7 +53,8 @@ class ScaledLosses:
 
         None where these are not known, see ``by``.
         """
-        self._loose = [one for one in self._loose if one() is not tensor]
+        if self._loose:
+            self._loose = [one for one in self._loose if one() is not tensor]
         self.scaler, loss, value = self.by(tensor)
         if self.scaler is not None and value is None:  # made of what it has returned, as a sum
             self._loose.clear()
@@ -89,6 +90,8 @@ class ScaledLosses:
         The two latter are None where the loss is gone, and where a tensor was only made of what a scaler has returned,
         as by dividing that by a number of accumulated batches: its node is marked, for nobody need hold it.
         """
+        if not self._scalers:
+            return None, None, None
         known = next((one for one in self._known if one[0]() is tensor), None)
         if known is not None:
             return known[3], known[1](), known[2]

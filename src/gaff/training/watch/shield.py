@@ -18,6 +18,8 @@ from gaff.engine.process import stack_room
 from gaff.training.watch.training_thread import TrainingThread
 
 FRAMES = 500  # more than anything behind the wall needs
+# Found once: what is here is done some ten times in a step.
+_tracing_state, _WithoutModes = torch._C._get_tracing_state, torch._C.DisableTorchFunction
 
 
 class Shield:
@@ -54,7 +56,7 @@ class Shield:
         While ``torch.jit.trace`` writes down what runs, nobody trains: what we compute would be part of it. Nor while
         gaff itself calls a model, as for a trace of it.
         """
-        return self.thread.is_this() and torch._C._get_tracing_state() is None
+        return self.thread.is_this() and _tracing_state() is None
 
     def is_of_mine(self, module: nn.Module, inside: nn.Module | None = None) -> bool:
         """As ``is_mine``, of a module that is about to run: where it trains, and is ``inside`` no other, its thread may
@@ -71,14 +73,14 @@ class Shield:
 
     def _comes_here(self, *, is_step: bool) -> bool:
         """Whether this thread, on which a model or an optimizer is about to train, becomes the one that trains."""
-        if not self.is_open or torch._C._get_tracing_state() is not None or not self.thread.moves_here(is_step=is_step):
+        if not self.is_open or _tracing_state() is not None or not self.thread.moves_here(is_step=is_step):
             return False
         self.run(self._moved)
         return True
 
     def run(self, action: Callable[..., Any], *arguments: Any) -> None:
         """Call ``action``, if the shield is open and this is the thread that trains; no error of it gets out."""
-        if self.is_open and self.is_mine():
+        if self.is_open and self.thread.is_this() and _tracing_state() is None:  # ``is_mine``, one call less
             self._act(action, arguments, is_mine=True)
 
     def run_beside(self, action: Callable[..., Any], *arguments: Any) -> None:
@@ -106,7 +108,7 @@ class Shield:
             self._depth, self._spent_s = 1, self._spent_s - began
         room = stack_room.widen(FRAMES)
         try:
-            with self.is_quiet, torch._C.DisableTorchFunction():
+            with self.is_quiet, _WithoutModes():
                 if not self.is_open:  # it was closed while this thread waited
                     return
                 if modes.dispatch_depth():

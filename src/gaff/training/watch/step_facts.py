@@ -58,9 +58,14 @@ def fingerprint(args: Any, kwargs: Any, most_bytes: int = _MOST_BYTES) -> str:
     ``most_bytes`` of each are read, 65,536 if not said otherwise. Tensors on a device are left out, for they would have
     to be waited for, and so are wrappers of others; "" where there is no other.
     """
+    return checksum(_tensors(args, kwargs), most_bytes)
+
+
+def checksum(tensors: Iterable[Tensor], most_bytes: int) -> str:
+    """The same of the tensors of a batch, in their order."""
     crc = None
-    for tensor in _plain_tensors(args, kwargs):
-        if not tensor.is_cpu:
+    for tensor in tensors:
+        if not (elements.is_plain(tensor) and elements.is_readable(tensor) and tensor.is_cpu):
             continue
         if tensor.is_contiguous():
             crc = zlib.crc32(bytes_of(tensor, most_bytes), crc or 0)
@@ -75,8 +80,14 @@ def device_checksum(args: Any, kwargs: Any) -> Tensor | None:
     The sum of all bytes, each with an odd weight by its place. None where nothing lies on a device. Waits for nothing.
     """
     told: Tensor | None = None
-    for tensor in _plain_tensors(args, kwargs):
-        if tensor.is_cpu or not tensor.numel() or (told is not None and told.device != tensor.device):
+    for tensor in _tensors(args, kwargs):
+        is_readable = elements.is_plain(tensor) and elements.is_readable(tensor)
+        if (
+            not is_readable
+            or tensor.is_cpu
+            or not tensor.numel()
+            or (told is not None and told.device != tensor.device)
+        ):
             continue
         told = summed_bytes(tensor.detach(), 31 * told if told is not None else 0)
     return told
@@ -91,11 +102,9 @@ def summed_bytes(tensor: Tensor, start: Tensor | int = 0, most_bytes: int = _MOS
     return start + ((values + 1) * (places * _MIXED | 1)).sum()
 
 
-def _plain_tensors(args: Any, kwargs: Any) -> list[Tensor]:
-    tensors = flat_tensors(args, kwargs)
-    if tensors is None:
-        tensors = [tensor for _, tensor in iter_tensors((args, kwargs))]
-    return [one for one in tensors if elements.is_plain(one) and elements.is_readable(one)]
+def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    flat = flat_tensors(args, kwargs)
+    return [tensor for _, tensor in iter_tensors((args, kwargs))] if flat is None else flat
 
 
 def digests(module: nn.Module) -> list[str]:

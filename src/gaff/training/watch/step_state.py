@@ -14,21 +14,16 @@ from enum import IntEnum, auto
 class State(IntEnum):
     """Where a training loop is."""
 
-    IDLE = auto()  # between runs; nothing in progress
-    FORWARD = auto()  # a model runs in training mode
-    EVALUATING = auto()  # a model runs in another mode, or without gradients
-    BACKWARD = auto()  # a backward pass has begun, and nothing else since
-    STEPPING = auto()  # an optimizer makes a step
+    OPEN = auto()  # in a step, or before one
     CLOSURE = auto()  # an optimizer makes a step, and runs the model and backward passes in it
     ENDED = auto()  # the leading optimizer has made its step; others may follow
+    LATE_CLOSURE = auto()  # one that follows makes a step with a closure
 
 
 class LoopEvent(IntEnum):
     """What the hooks of a process tell."""
 
-    RUN_BEGINS = auto()
-    EVALUATION_BEGINS = auto()
-    RUN_ENDS = auto()
+    RUN_BEGINS = auto()  # of a model, in training or not
     BACKWARD_BEGINS = auto()
     STEP_BEGINS = auto()
     CLOSURE_BEGINS = auto()  # a step with a closure
@@ -37,28 +32,29 @@ class LoopEvent(IntEnum):
     STEP_SKIPPED = auto()  # by a GradScaler
 
 
-_BEGINNINGS = {
-    LoopEvent.RUN_BEGINS: State.FORWARD,
-    LoopEvent.EVALUATION_BEGINS: State.EVALUATING,
-    LoopEvent.BACKWARD_BEGINS: State.BACKWARD,
-    LoopEvent.STEP_BEGINS: State.STEPPING,
+_WORK = (LoopEvent.RUN_BEGINS, LoopEvent.BACKWARD_BEGINS, LoopEvent.STEP_SKIPPED)
+_STEPS = {
+    LoopEvent.STEP_BEGINS: State.OPEN,
+    LoopEvent.OTHER_STEP_ENDS: State.OPEN,
     LoopEvent.CLOSURE_BEGINS: State.CLOSURE,
-}
-_ENDINGS = {
-    LoopEvent.RUN_ENDS: State.IDLE,
     LoopEvent.STEP_ENDS: State.ENDED,
-    LoopEvent.OTHER_STEP_ENDS: State.IDLE,
-    LoopEvent.STEP_SKIPPED: State.IDLE,
 }
-# What a closure may do inside its optimizer's step, and what still belongs to a step that has ended.
-_INSIDE = (LoopEvent.RUN_BEGINS, LoopEvent.EVALUATION_BEGINS, LoopEvent.RUN_ENDS, LoopEvent.BACKWARD_BEGINS)
-_FOLLOWING = frozenset(LoopEvent) - {*_INSIDE[:2], LoopEvent.BACKWARD_BEGINS, LoopEvent.STEP_SKIPPED}
+_LATE_STEPS = {event: State.LATE_CLOSURE if state is State.CLOSURE else State.ENDED for event, state in _STEPS.items()}
 
-# State and event -> the state that follows. An exception of the script's may leave out any ending: every beginning is
-# therefore possible in every state.
-TABLE: dict[tuple[State, LoopEvent], State] = {
-    **{(state, event): following for state in State for event, following in (_BEGINNINGS | _ENDINGS).items()},
-    **{(State.CLOSURE, event): State.CLOSURE for event in (*_INSIDE, LoopEvent.STEP_SKIPPED)},
+# State and event -> the state that follows, and whether the step before is over by the event. An exception of the
+# script's may leave out any ending: every beginning is therefore possible in every state.
+TABLE: dict[tuple[State, LoopEvent], tuple[State, bool]] = {
+    (state, event): (following, is_over)
+    for state, work, is_over, steps in (
+        (State.OPEN, State.OPEN, False, _STEPS),
+        (State.CLOSURE, State.CLOSURE, False, _STEPS),
+        (State.ENDED, State.OPEN, True, _LATE_STEPS),
+        (State.LATE_CLOSURE, State.LATE_CLOSURE, False, _LATE_STEPS),
+    )
+    for event, (following, is_over) in (
+        *((event, (work, is_over)) for event in _WORK),
+        *((event, (ended, False)) for event, ended in steps.items()),
+    )
 }
 
 
@@ -72,21 +68,20 @@ class StepState:
     """
 
     def __init__(self) -> None:
-        self.state = State.IDLE
+        self.state = State.OPEN
         self.began = 0.0
         self.ended_at: float | None = None
         self.is_left_out = False
         self.survived = 0
 
-    def enter(self, event: LoopEvent) -> bool:
-        """Go on to the state that ``event`` leads to; whether the step before is over by it, and to be completed.
+    @property
+    def is_in_closure(self) -> bool:
+        """Whether what runs is called by an optimizer, inside its step."""
+        return self.state in (State.CLOSURE, State.LATE_CLOSURE)
 
-        It is where it has ended and ``event`` is none that may follow within it, as steps of other optimizers may.
-        """
-        has_ended = self.ended_at is not None
-        is_over = has_ended and self.state is not State.CLOSURE and event not in _FOLLOWING
-        following = TABLE[self.state, event]
-        self.state = State.ENDED if has_ended and following is State.IDLE else following
+    def enter(self, event: LoopEvent) -> bool:
+        """Go on to the state that ``event`` leads to; whether the step before is over by it, and to be completed."""
+        self.state, is_over = TABLE[self.state, event]
         return is_over
 
     def complete(self) -> float:
@@ -97,6 +92,5 @@ class StepState:
         self.survived = id(getattr(sys, "last_value", None))
         assert self.ended_at is not None
         seconds, self.began, self.ended_at = self.ended_at - self.began, self.ended_at, None
-        if self.state is State.ENDED:
-            self.state = State.IDLE
+        self.state = State.CLOSURE if self.is_in_closure else State.OPEN
         return seconds

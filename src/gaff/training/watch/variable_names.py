@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from itertools import islice
 from types import FrameType, ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ from gaff.compat.modes import frames_from, variables_of
 
 _PASSED_ON = ("self", "cls", "args", "kwargs", "_")
 _LIBRARIES = ("torch", "gaff", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "ignite", "fastai")
-_IS_LIBRARY: dict[str, bool] = {}  # by the name of a module of Python's
+_HANDLERS = frozenset(("__torch_function__", "__torch_dispatch__"))
 _MOST = 200  # entries of a list, dict or object that are looked at
 
 
@@ -77,14 +78,19 @@ def caller() -> tuple[Any, int]:
 
     Frames of torch, gaff and training frameworks are passed over; (None, 0) where there are no others.
     """
-    for frame in _outside_modes(sys._getframe(1)):
-        name = frame.f_globals.get("__name__", "")
-        is_library = _IS_LIBRARY.get(name)
-        if is_library is None:
-            is_library = _IS_LIBRARY[name] = name.partition(".")[0] in _LIBRARIES
-        if not is_library:
-            return frame.f_code, frame.f_lasti
-    return None, 0
+    found, frame = None, sys._getframe(1).f_back
+    while frame is not None:  # no generator: asked at each backward pass
+        if frame.f_code.co_name in _HANDLERS:
+            found = None  # as in ``_outside_modes``
+        elif found is None and not _is_of_library(frame.f_globals.get("__name__", "")):
+            found = frame
+        frame = frame.f_back
+    return (None, 0) if found is None else (found.f_code, found.f_lasti)
+
+
+@lru_cache(maxsize=1024)
+def _is_of_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES
 
 
 def _outside_modes(frame: FrameType) -> list[FrameType]:
@@ -93,7 +99,7 @@ def _outside_modes(frame: FrameType) -> list[FrameType]:
     Such a one is handed each call of torch's, and makes it once more, from a frame that is no place in the script.
     """
     frames = list(frames_from(frame))
-    inner = [at for at, one in enumerate(frames) if one.f_code.co_name in ("__torch_function__", "__torch_dispatch__")]
+    inner = [at for at, one in enumerate(frames) if one.f_code.co_name in _HANDLERS]
     return frames[inner[-1] + 1 :] if inner else frames
 
 

@@ -45,7 +45,7 @@ from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.settings import Settings
 from gaff.training.watch.setup_facts import SetupFacts
 from gaff.training.watch.shield import Shield
-from gaff.training.watch.step_state import LoopEvent, State
+from gaff.training.watch.step_state import LoopEvent
 
 _STUCK = 17  # skipped steps in a row: sixteen halvings lead a GradScaler from its first scale to 1
 
@@ -156,14 +156,14 @@ class Watcher:
     def _run_begins(self, model: Model, module: nn.Module, args: Any, kwargs: Any, is_late: bool) -> None:
         """``is_late``: a model was found as it runs: its own hooks are past, those of the modules inside are not."""
         is_training = self._looks.modes.trains(model, module)
-        self._enter(LoopEvent.RUN_BEGINS if is_training else LoopEvent.EVALUATION_BEGINS)
+        self._enter(LoopEvent.RUN_BEGINS)
         if is_training:
             self._trains(model, module, args, kwargs)
         elif is_late:
             self._looks.pass_over(self.step)
         else:
             self._looks.evaluation_begins(self.step, model, module, (args, kwargs), self.pace.distance)
-        if not is_late and not self._looks.is_idle:
+        if not is_late and not self._looks.is_idle():
             self._looks.follow(model)
 
     def _trains(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -180,13 +180,7 @@ class Watcher:
         self._calls.count_only(counted.counted_only, trains=True)
 
     def _run_ends(self, model: Model, module: nn.Module, output: Any) -> None:
-        self._steps.at.enter(LoopEvent.RUN_ENDS)
-        if not self._looks.is_idle:
-            self._looks.run_ends(self.step, model, module, output)
-
-    def _run_ends_late(self) -> None:
-        self._steps.at.enter(LoopEvent.RUN_ENDS)
-        self._looks.go_on()
+        self._looks.run_ends(self.step, model, module, output)
 
     # backward passes and steps
 
@@ -207,7 +201,7 @@ class Watcher:
         sampled = self._looks.backward_begins()
         self._steps.backward_begins(self._losses.count, losses, self._batches.latest, is_sampled=sampled is not None)
         self._losses.scaled.is_told = bool(owned)
-        is_trial = self._steps.at.state is State.CLOSURE
+        is_trial = self._steps.at.is_in_closure
         for at, loss, whose in owned:
             noted = self._losses.note(loss, at, whose=whose or "", is_sampled=sampled is not None, is_trial=is_trial)
             _tell_loss(self, noted, loss)
@@ -215,7 +209,7 @@ class Watcher:
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
         """An optimizer is about to step: in a sampled step gradients and weights are counted, and NaN looked for."""
         self._calls.left_model()
-        if self._steps.optimizers.leaves_out(optimizer):
+        if not self._steps.optimizers.has(optimizer):
             return
         self.shield.thread.has_trained = True
         if self._steps.has_stepped(optimizer):
@@ -230,11 +224,11 @@ class Watcher:
 
     def _step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped; the leading one ends the step of the run, at once where there is no other."""
-        if self._steps.optimizers.has(optimizer) and self._looks.stepped(optimizer, self._steps):
+        if not self._steps.optimizers.leaves_out(optimizer) and self._looks.stepped(optimizer, self._steps):
             self._losses.lr, began = rate_of(optimizer), self._steps.at.began
             self._flight.ended(self.step, perf_counter() - began, self._losses.numbers(), self._batches.samples)
             self._looks.tell_held(self.reporter.add, self.step)
-            if self._steps.is_alone():
+            if self._steps.optimizers.is_single:  # no other one follows
                 self._complete()
 
     def _step_skipped(self, optimizer: Any) -> None:
@@ -338,10 +332,16 @@ def _found(watcher: Watcher, model: Model, root: nn.Module) -> None:
 def _calls_told(watcher: Watcher) -> CallsTold:
     """What of the watcher to call as models run."""
 
+    def is_idle() -> bool:
+        return watcher._looks.is_idle()
+
+    def go_on() -> None:
+        watcher._looks.go_on()
+
     def left(*given: Any) -> None:
         watcher._looks.left(*given)
 
-    return CallsTold(watcher._run_begins, watcher._run_ends, watcher._run_ends_late, left)
+    return CallsTold(watcher._run_begins, is_idle, watcher._run_ends, go_on, left)
 
 
 def _told(watcher: Watcher, steps: OptimizerSteps, setup: SetupFacts) -> Told:
@@ -350,13 +350,23 @@ def _told(watcher: Watcher, steps: OptimizerSteps, setup: SetupFacts) -> Told:
     watcher._models.found = partial(_found, watcher)
     on, beside = shield.around, partial(partial, shield.run_beside)
 
-    def ended() -> None:
+    def tell_ended() -> None:
         is_plain = losses.scaled.is_told and losses.scaled.scaler is None
         steps.backward_ended(losses.latest, losses.factor_on(), is_plain=is_plain)
 
+    def ended() -> None:
+        if steps.are_ends_awaited:
+            shield.run(tell_ended)
+
+    def step_begins(optimizer: Any, has_closure: bool) -> None:
+        if has_closure or looks.sampled is not None or steps.are_begins_awaited or not shield.is_mine():
+            shield.run_step(steps.optimizers.has, watcher._step_begins, optimizer, has_closure)
+        else:
+            watcher._calls.left_model()
+
     return Told(
         backward_begins=on(watcher._backward_begins),
-        step_begins=partial(shield.run_step, steps.optimizers.has, watcher._step_begins),
+        step_begins=step_begins,
         step_ended=on(watcher._step_ended),
         step_skipped=on(watcher._step_skipped),
         loss_scaled=on(losses.scaled.note),
@@ -364,7 +374,7 @@ def _told(watcher: Watcher, steps: OptimizerSteps, setup: SetupFacts) -> Told:
         clipped=on(steps.clipped(losses.clipped)),
         iterated=beside(setup.iterated),
         saved=beside(watcher.reporter.saved),
-        backward_ended=on(ended),
+        backward_ended=ended,
         loaded=beside(partial(_loaded, watcher, setup)),
     )
 

@@ -30,6 +30,11 @@ class WrittenBack:
         self._told: dict[str, Any] = {}
         self._latest: deque[Tensor] = deque(maxlen=_LATEST)  # shares
 
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether it is to be told of steps that begin."""
+        return bool(self._last)
+
     def begins(self, optimizer: Any, number: int) -> None:
         """Step ``number`` begins: note the share of the last change that is there yet, 1 where nobody wrote to weights.
 
