@@ -251,7 +251,7 @@ def test_a_massive_activation_is_a_fact():
     sample = Sample(1, "train", 0.0)
     sample.rows["net", "h.0"] = numbers
     hits = list(large.massive_activation(sample, Past()))
-    assert [one.evidence for one in hits] == [{"largest": 5000.0, "median": 1.0}]
+    assert [one.evidence for one in hits] == [{"largest": 5000.0, "median_at_most": 1.0}]
     row[4] = 90.0
     sample = Sample(1, "train", 0.0)
     sample.rows["net", "h.0"] = Numbers(row)

@@ -296,9 +296,8 @@ def steps_too_large(case: RunCase) -> Claim | None:
         told.append(f"the loss was {jump[2]:.4g} at first, and rose to {jump[1]:.4g} at step {jump[0]}")
     if large is not None:
         told.append(evidence_of(large))
-    rate, warmed = _rate(case)
-    rate = case.lr.highest_from(began) if warmed and case.lr is not None else rate
-    early = rise is not None and rise[1] < case.began + _EARLY and not warmed and rate is not None
+    rate, is_raised = _rate(case, began)
+    early = rise is not None and rise[1] < case.began + _EARLY and not is_raised and rate is not None
     told += [f"the learning rate was {rate:.3g} from the first step on"] if early else []
     text = "the steps are too large" if rate is None else f"a learning rate of {rate:.3g} is too high"
     remedy = "divide the learning rate by 10" if rate is None else f"use a learning rate of {rate / 10:.2g} or less"
@@ -476,13 +475,15 @@ def _factor(finding: Finding) -> float:
     return float(10 ** min(12, max(2, round(-3 - math.log10(known)))))
 
 
-def _rate(case: RunCase) -> tuple[float | None, bool]:
-    """The first learning rate, and whether it was warmed up: the highest is well above it."""
+def _rate(case: RunCase, step: int) -> tuple[float | None, bool]:
+    """The learning rate about a step, and whether it was raised by then, also for a few steps. Else the first one."""
     if case.lr is None or not case.lr.values:
         return None, False
-    return case.lr.start, max(case.lr.values) > 1.5 * case.lr.start
+    there = case.lr.highest_from(step)
+    is_raised = max(case.lr.values) > 1.5 * case.lr.start or there > 2 * case.lr.start
+    return there if is_raised else case.lr.start, is_raised
 
 
 def told_rise(name: str, since: int, lowest: float, last: float) -> str:
     """A rise of a loss in words, as ``RunCase.rise`` has it."""
-    return f"the loss {name!r} rose from {lowest:.4g}, where it was at step {since}, to {last:.4g}"
+    return f"the loss {name!r} rose from {lowest:.4g}, about where it was at step {since}, to {last:.4g}"

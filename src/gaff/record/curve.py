@@ -121,8 +121,9 @@ class Curve:
         return self.steps[at], self.values[at]
 
     def rise(self) -> tuple[int, float] | None:
-        """Where the curve left its lowest stretch for good: the step of that, and how far it has risen since.
+        """Where the curve left its lowest values for good: the step of that, and how far it has risen since.
 
+        That is the last stretch within a twentieth of the whole rise of the lowest one, and half as high again at most.
         None where it ends no higher than its first stretch, or within ten times its spread and a hundred times of where
         it was: then it has not come back up, or nothing tells that from noise. So it is of fewer than eight values that
         end below twice the lowest. A curve that jumped at once and stayed above one and a half times its very first
@@ -132,14 +133,15 @@ class Curve:
             return self.steps[0], self.last - self.start
         if len(self.values) < 3:
             return None
-        step, least = self.lowest
+        _, least = self.lowest
         grown = self.last - least
         is_noise = grown <= 10 * self.spread and self.last <= _FAR * max(abs(self.first), abs(least))
         if self.last <= self.first or is_noise or grown <= 0.05:
             return None
         if len(self.values) < _FEW and self.last < 2 * least:
             return None
-        return step, grown
+        near = least + min(0.05 * grown, 0.5 * max(abs(least), 0.05))
+        return max(step for step, value in zip(self.steps, self.values, strict=True) if value <= near), grown
 
     def fell(self) -> bool:
         """Whether the last stretch is below the first by more than twice the spread, and by a fiftieth at least."""

@@ -12,6 +12,7 @@ from typing import Any
 
 Look = tuple[int, dict[str, Any]]  # the step of a look, and what its event tells
 
+_USUAL = 0.75  # the share of looks at which a loss must be of one scale
 _FADED, _STEPS = 1.5, 3  # the largest weight over the smallest, and how many there are, of a loss that is faded in
 
 
@@ -42,18 +43,22 @@ def short_groups(passes: Iterable[tuple[int, float]]) -> set[int]:
 def factor_of(name: str, looks: list[Look]) -> float:
     """The factor of a loss that ``at_first_scale`` has left on its values; 1 where there is none.
 
-    NaN where it is mostly another later on, as where the number of accumulated batches changes: values are of no one
-    scale. Single looks may have others, as that at a last batch of an epoch.
+    NaN where it is another at more than a quarter of the looks, as where the number of accumulated batches changes, or
+    a loss is a sum over batches of all sizes: values are of no one scale. Single looks may have others, as that at a
+    last batch of an epoch.
     """
-    factors = _told("factor", name, looks)
-    rest = [
-        one["scale"] if one.get("factor_of") == name else 1.0
+    told = [
+        (one["scale"], one["factor"]) if one.get("factor_of") == name else (1.0, 1.0)
         for _, one in looks
         if one.get("factor_of", name) == name and ("factor_of" not in one or isinstance(one.get("scale"), float))
     ]
-    halves = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-    if halves[0] and not math.isclose(*map(statistics.median_low, halves), rel_tol=1e-3):
-        return math.nan
+    factors = _told("factor", name, looks)
+    if told:
+        usual = statistics.median_low(scale for scale, _ in told[len(told) // 2 :])
+        alike = [factor for scale, factor in told if math.isclose(scale, usual, rel_tol=1e-3)]
+        if len(alike) < _USUAL * len(told):
+            return math.nan
+        factors = [factors[0], *alike]
     return factors[0 if _is_faded(_told("weight", name, looks)) else -1] if factors else 1.0
 
 

@@ -198,7 +198,10 @@ class RunCase:
         name, curve = self.loss
         rise = None if self.is_rescaled(name) else curve.rise()
         is_easy = rise is not None and rise[0] <= self.began and max(curve.values) < 0.5 * self.guess.get(name, 0.0)
-        return None if rise is None or is_easy else (name, rise[0], min(curve.start, curve.lowest[1]), curve.last)
+        if rise is None or is_easy:
+            return None
+        least = curve.lowest[1] if rise[0] > curve.steps[0] else min(curve.start, curve.lowest[1])
+        return name, rise[0], least, curve.last
 
     @property
     def jump(self) -> tuple[int, float, float] | None:

@@ -154,9 +154,14 @@ class Sample:
     def norms(self, port: str) -> dict[str, float]:
         """The norm over all rows of a port, by model."""
         found: dict[str, list[float]] = {}
-        for (model, _), row in self.port(port).items():
-            found.setdefault(model, []).append(row.norm)
+        for key, row in self.port(port).items():
+            found.setdefault(key[0], []).append(self.norm_of_all(key, row))
         return {model: math.hypot(*norms) for model, norms in found.items()}
+
+    def norm_of_all(self, key: Key, row: Numbers) -> float:
+        """The norm of a row of a parameter; of an update that was measured on some elements about that of all."""
+        known = self.parameters.get((key[0], f"{path_of(key[1])}:param")) if port_of(key[1]) == "update" else None
+        return row.norm * math.sqrt(known.elements / row.count) if known is not None and row.count else row.norm
 
 
 def acts(facts: Mapping[str, Any]) -> bool:

@@ -221,7 +221,7 @@ class Hearing:
                 self.past.norms.setdefault(key, deque([weight.norm]))
         for port in ("grad", "update"):
             for key, row in sample.port(port).items():
-                self.past.norms.setdefault(key, deque(maxlen=_NORMS)).append(row.norm)
+                self.past.norms.setdefault(key, deque(maxlen=_NORMS)).append(sample.norm_of_all(key, row))
             for model, norm in sample.norms(port).items():
                 self.past.norms.setdefault((model, port), deque(maxlen=_NORMS)).append(norm)
                 self.past.norms.setdefault((model, f"first {port}"), deque([norm]))

@@ -133,7 +133,8 @@ def massive_activation(sample: Sample, past: Past) -> Iterator[Hit]:
     1e8 and more, which are scores that a mask has hidden."""
     for key, row in sample.port("output").items():
         if 100 < row.largest < _MASKED and row.largest > 1000 * row.median_magnitude > 0:
-            yield Hit(key, largest=row.largest, median=row.median_magnitude)
+            middle = row.median_magnitude  # the upper edge of its bucket
+            yield Hit(key, largest=row.largest, median_at_most=middle)
 
 
 @rule(
@@ -155,7 +156,7 @@ def dead_experts(sample: Sample, past: Past) -> Iterator[Hit]:
         recent = list(past.loads.get(key, ()))
         idle = _idle(recent)
         if idle:
-            tokens = sum(sum(one.counts) for one in recent)
+            tokens = round(sum(one.tokens for one in recent))
             yield Hit(key, f"experts {', '.join(map(str, idle))} of {len(recent[-1].counts)} got none of {tokens} "
                       "tokens", idle=idle, experts=len(recent[-1].counts), tokens=tokens)  # fmt: skip
 

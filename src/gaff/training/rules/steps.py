@@ -388,7 +388,7 @@ def _spikes(sample: Sample, past: Past, port: str) -> Iterator[Hit]:
         before = past.norms.get((model, port), ())
         expected = statistics.median(before) if len(before) >= _LEAST_USUAL else math.inf
         if norm > _SPIKE * expected > 0:
-            pairs = [(key, row.norm) for key, row in sample.port(port).items() if key[0] == model]
+            pairs = [(key, sample.norm_of_all(key, row)) for key, row in sample.port(port).items() if key[0] == model]
             usual = {key: statistics.median(past.norms.get(key, (0.0,))) for key, _ in pairs}
             key, value = max(pairs, key=lambda pair: pair[1] / usual[pair[0]] if usual[pair[0]] else 0.0)
             what = "gradients" if port == "grad" else "updates"

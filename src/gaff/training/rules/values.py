@@ -152,8 +152,8 @@ def exploding(sample: Sample, past: Past) -> Iterator[Hit]:
     """
     if clips_an_explosion(sample) and not any(has_fallen(past, name) for name in past.losses):
         clipped = sample.facts["clipped"]
-        yield Hit(("", ""), f"the gradients have a norm of {clipped['norm']:.4g} before they are clipped to "
-                  f"{clipped['most']:.4g}", norm=clipped["norm"], limit=clipped["most"])  # fmt: skip
+        yield Hit(("", ""), f"gradients that are clipped to {clipped['most']:.4g} have a norm of {clipped['norm']:.4g} "
+                  "before", norm=clipped["norm"], limit=clipped["most"])  # fmt: skip
     for gradients in weights_by_depth(sample).values():
         if (
             len(gradients) >= 3
@@ -359,9 +359,11 @@ def init_imbalance(sample: Sample, past: Past) -> Iterator[Hit]:
         weight = sample.rows.get((key[0], f"{key[1]}.weight:param"))
         sizes.setdefault(key[0], []).append(weight.rms if weight is not None else 1.0)
         if first and scale and not 1e-3 < scale / first < 1e3:
-            found.setdefault(key[0], (len(sizes[key[0]]), Hit(key, rms=scale, first_rms=first)))
+            what = "standard deviation" if is_moved else "rms"
+            told = f"with the initial weights the {what} of what layers return goes from {first:.4g} to {scale:.4g}"
+            found.setdefault(key[0], (len(sizes[key[0]]), Hit(key, told, scale=scale, first_scale=first)))
     for model, (at, hit) in found.items():
-        is_last = at == len(sizes[model]) and hit.evidence["rms"] < hit.evidence["first_rms"]
+        is_last = at == len(sizes[model]) and hit.evidence["scale"] < hit.evidence["first_scale"]
         if not (is_last and sizes[model][-1] < 0.01 * sizes[model][0]):
             yield hit
             return

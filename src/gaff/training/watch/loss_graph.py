@@ -81,7 +81,8 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     - ``scores``: that a cross entropy is of scores of pairs, one of which is the right one, and not of classes
     - ``outside``: that a binary cross entropy is given targets outside of 0 to 1
     - ``factor``: by what it was multiplied at last, as where gradients are accumulated; ``weight``: without divisions,
-      and of no sum of several losses, whose mean they make; ``scale``: by divisions alone, None of such a sum
+      where that is below one, and of no sum of several losses, whose mean they make; ``scale``: all the rest, None of
+      such a sum
     - ``terms``: how many are added up in it, where it is a sum; ``part``: the value of the cross entropy that it is the
       sum of with other terms, and among how many classes
     - ``summed``: that it is a sum of negative log-likelihoods, divided by a number: how many times their mean it is
@@ -102,8 +103,9 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     elif factor not in (1.0, -1.0) and not _is_sum(chain, names):  # a sum that is divided is a mean
         inner = next((one for one in names if one != "MeanBackward" and not is_view(one)), "")
         is_several = inner in _SEVERAL
-        found["factor"] = {"loss": name, "by": abs(factor), "weight": 1.0 if is_several else abs(weight),
-                           "scale": None if is_several else abs(factor / weight)}  # fmt: skip
+        faded = min(abs(weight), 1.0)  # what makes a loss larger is no weight by which it is faded in
+        found["factor"] = {"loss": name, "by": abs(factor), "weight": 1.0 if is_several else faded,
+                           "scale": None if is_several else abs(factor) / faded}  # fmt: skip
     _note_turned(chain, names, factor, name, found)
     if weight == 1.0:  # a policy's is multiplied by an advantage, or a cost, of any sign
         _note_likelihood(names, name, found)

@@ -66,7 +66,7 @@ class Noted(NamedTuple):
 class StepNumbers(NamedTuple):
     """What the losses of a step tell, at one moment; values and scale may be tensors on a device.
 
-    ``lr``: the learning rate of the leading optimizer's first parameter group when it stepped last, NaN before that;
+    ``lr``: the highest learning rate of the leading optimizer's parameter groups when it stepped last, NaN before that;
     ``unclipped``: the norm that ``clip_grad_norm_`` has found in this step, None where it was not called; ``passes``:
     of how many backward passes a loss is the mean, by name, where they are several.
     """
@@ -214,7 +214,13 @@ class Losses:
         for kind in _OF_VALUE:
             before = self.facts.get(kind)
             is_known = before is not None and name == (before["loss"] if isinstance(before, dict) else before)
-            is_other = kind != "summed" and before != found.get(kind)  # a tensor may be in that: it would be waited for
+            is_other = kind != "summed" and before != found.get(kind)
+            if (
+                kind == "summed" and isinstance(before, dict) and is_known and kind in found
+            ):  # passes may divide by what they have together
+                passes = self._now[name][1]
+                mean = (passes * before["by"] + found[kind]["by"]) / (passes + 1)
+                found[kind] = {"loss": name, "by": mean}  # perhaps a tensor, which nobody waits for
             if is_known != (kind in found) or (is_known and is_other):
                 found.pop(kind, None)
                 if is_known:

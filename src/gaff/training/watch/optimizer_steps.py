@@ -245,8 +245,11 @@ def _is_asked(looks: int) -> bool:
 
 
 def rate_of(optimizer: Any) -> float:
-    """The learning rate of an optimizer's first parameter group, now; NaN where it has none."""
-    return next((step_facts.rate_in(group) for group in optimizer.param_groups if "lr" in group), math.nan)
+    """The highest learning rate of an optimizer's parameter groups that have anything to train, now; NaN of none."""
+    groups = [
+        one for one in optimizer.param_groups if "lr" in one and any(each.requires_grad for each in one["params"])
+    ]
+    return max(map(step_facts.rate_in, groups), default=math.nan)
 
 
 def _averages(optimizer: Any) -> bool:

@@ -42,6 +42,7 @@ from gaff.training.watch.step_series import Pulse
 from gaff.training.watch.worker import Worker
 from gaff.views import run_text
 
+_ALIKE = 0.8  # the least entropy of labels over the largest, of batches that one loss may have been given
 _MOST_SAVED = 1000  # files of torch.save that are told
 _FILES = (BufferedRandom, BufferedWriter, FileIO)  # what open() returns for bytes
 
@@ -328,7 +329,7 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
     if not name or not 0 <= guess < math.inf:
         return plain
     by = factor["by"] if factor["loss"] == name else 1.0
-    targets = [one for one in told.get("targets", ()) if "entropy" in one]
+    targets = _counted(told.get("targets", ()))
     labels = next((one["labels"] for one in targets if "labels" in one), None)
     is_counted = "classes" in told and "scores" not in told
     counted: dict[str, Any] = {"labels": labels} if labels is not None and is_counted else {}
@@ -340,11 +341,20 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
     return {**plain, "guess_of": name, "guess": by * guess, **counted}
 
 
+def _counted(targets: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """What losses over classes were given whose labels were counted; empty where these are not of one loss: it is not
+    known which of them is the one that is trained with, and which is only looked at."""
+    found = [one for one in targets if "entropy" in one]
+    told = sorted(one["entropy"] for one in found if math.isfinite(one["entropy"]))
+    kinds = {(one["function"], tuple(one["output"][1:2]), one["is_uneven"]) for one in found}
+    return found if len(kinds) == 1 and (not told or told[0] >= _ALIKE * told[-1]) else []
+
+
 def _guess(told: Mapping[str, Any]) -> tuple[str, float]:
     """The loss of which it is known what guessing gives, by its name, and that; empty and 0 where there is none."""
     targets = told.get("targets", ())
     if "classes" in told:
-        entropy = next((one["entropy"] for one in targets if "entropy" in one), math.inf)
+        entropy = min((one["entropy"] for one in _counted(targets)[-1:]), default=math.inf)
         among = told["classes"].get("times", 1.0) * math.log(told["classes"]["count"])
         # of pairs the right one may always be the first, so that their labels tell nothing
         return told["classes"]["loss"], among if "scores" in told else min(entropy, among)

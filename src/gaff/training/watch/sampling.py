@@ -54,7 +54,7 @@ def reading_of(
         sample.facts = {name: plain(one) for name, one in told.items()}
         summed = sample.facts.pop("summed", None)
         if summed is not None and abs(summed["by"] - 1) > _ROUNDED:
-            sample.facts["factor"] = summed
+            sample.facts["factor"] = {**summed, "weight": 1.0, "scale": summed["by"]}
         return sample, keys, table
 
     return read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,11 +38,25 @@ from gaff.training.watch.batch_layout import BatchLayout
 from gaff.training.watch.models import Models
 from gaff.training.watch.shield import Shield
 from gaff.training.watch.token_facts import TokenFacts
+from gaff.training.watch.variable_names import caller
 
 _OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
 _TOKENS, _LAYOUT = "sequences of tokens", "what lies where in a batch"
 _MOST_TARGETS = 8  # calls of loss functions in a step
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What targets have come in all looks, of each loss by itself: by the place in the program where its function is
+    called, and the ``model`` that ran last."""
+
+    model: str = ""
+    pools: dict[Any, dict[tuple[str, int], Tensor]] = field(default_factory=dict)
+
+    def here(self) -> dict[tuple[str, int], Tensor]:
+        """Those of the loss function that is being called."""
+        return self.pools.setdefault((caller(), self.model), {})
 
 
 class SetupFacts:
@@ -61,7 +76,7 @@ class SetupFacts:
         self._calls = loss_calls(self._loss_called, {*LOSSES, *SIGNED}), heard, dropped
         self._shares: dict[tuple[str, str], float] = {}  # that dropouts set to zero, by model and path
         self._targets: list[dict[str, Any]] = []
-        self._labels: dict[tuple[str, int], Tensor] = {}  # how often each class has come, by function and their number
+        self._seen = _Seen()
         self._tokens = TokenFacts()
         self._layout = BatchLayout()
         # what the look before was given, as checksums, and how many looks before that the same; tensors of a device's
@@ -89,6 +104,8 @@ class SetupFacts:
         for known, told in list(self._unmatched.items()):
             if told.get("digests", ()) and told.pop("digests") != step_facts.digests(known):
                 del self._unmatched[known]
+        entry = self._models.entries.get(module)
+        self._seen.model = entry.model if entry is not None else ""
         self._rows = self._rows if self._given else step_facts.batch_size(args, kwargs)
         self._mark(args, kwargs)
         self._attempt(_TOKENS, self._tokens.given, module, args, kwargs)
@@ -165,7 +182,7 @@ class SetupFacts:
         is_constant = not target.requires_grad or name == "kl_div"  # of which each side may teach the other
         is_wanted = torch.is_grad_enabled() and is_constant and len(self._targets) < _MOST_TARGETS
         if is_plain and is_wanted:
-            told = self._attempt("targets", step_facts.target_of, name, output, target, self._labels, known)
+            told = self._attempt("targets", step_facts.target_of, name, output, target, self._seen.here(), known)
             self._targets += [told] if told is not None else []
             if self._given and (not target.dim() or len(target) != self._rows):  # as of a part of what was given
                 self._mark((target,), {})
