@@ -25,8 +25,8 @@ _ENDLESS = 1e6  # no limit of gradients, but a way to measure them
     hides=("exploding", "update_large", "diverging", "loss_spike"),
 )
 def not_cleared(sample: Sample, past: Past) -> Iterator[Hit]:
-    """None of a few small gradients of an optimizer, which were not zero after the last step, has been None or zero since.
-    Certain."""
+    """None of a few small gradients of an optimizer, which were not zero after the last step, has been None or zero
+    since. Certain."""
     for key, parameter in sample.parameters.items():
         if not parameter.was_cleared:
             yield Hit((key[0], key[1].replace(":param", ":grad")))
