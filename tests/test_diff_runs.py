@@ -131,3 +131,30 @@ def test_rounding_of_first_weights_is_no_difference(tmp_path):
 
     found = gaff.diff(run(tmp_path / "a"), run(tmp_path / "b", change=rounded))
     assert not found
+
+
+class Smooth(nn.Module):
+    """A function between its layers, whose result is what the second one is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.second(F.gelu(self.first(x)))
+
+
+def test_what_layers_inside_are_given_is_no_batch(tmp_path):
+    for name, dtype in (("single", torch.float32), ("double", torch.float64)):
+        torch.manual_seed(0)
+        net = Smooth().to(dtype)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        with gaff.watch(net, out=tmp_path / name, every=1):
+            for step in range(10):
+                x, y = INPUTS[32 * step : 32 * step + 32].to(dtype), LABELS[32 * step : 32 * step + 32]
+                optimizer.zero_grad()
+                F.cross_entropy(net(x), y).backward()
+                optimizer.step()
+    found = gaff.diff(gaff.load(tmp_path / "single"), gaff.load(tmp_path / "double"))
+    assert "different batches" not in found.verdict
+    assert next(row.state for row in found.rows if row.phase == "batch") == "close"

@@ -315,7 +315,7 @@ def _batches(
     if step is None:
         return [DiffRow("the batch", "the batch", "batch", "same", 0.0, 0.0, _CHECKED, step=common[-1])]
     allowed = _COARSE * max((ROUNDOFF.get(one, 2.0**-24) for one in types[0] | types[1]), default=0.0)
-    if types[0] != types[1] and (delta := _given_apart(lines)) <= allowed:
+    if types[0] != types[1] and (delta := _given_apart((a, b), lines)) <= allowed:
         told = ", ".join(sorted(types[0])), ", ".join(sorted(types[1]))
         return [DiffRow("the batch", "the batch", "batch", "close", delta, allowed, "type", *told, step=step)]
     a_print, b_print = (str(one[step]) for one in prints)
@@ -328,9 +328,15 @@ def _types(record: Record) -> set[str]:
     return {str(weight[2]) for weights in models if isinstance(weights, list) for weight in weights}
 
 
-def _given_apart(lines: tuple[list[Line], list[Line]]) -> float:
-    """The largest difference of numbers of what models were given, over all common looks; infinite without any."""
+def _given_apart(records: tuple[Record, Record], lines: tuple[list[Line], list[Line]]) -> float:
+    """The largest difference of numbers of what models were given, over all common looks; infinite without any.
+
+    What modules inside were given counts only where the models themselves were never called: it drifts apart.
+    """
     given = [{one.name: one for one in side if one.port == "input" and one.phase == "train"} for side in lines]
+    roots = {name for record in records for name, (_, address) in record.names().items() if address == ":input"}
+    if roots & given[0].keys() & given[1].keys():
+        given = [{name: one for name, one in side.items() if name in roots} for side in given]
     found = []
     for name in given[0].keys() & given[1].keys():
         one, other = given[0][name], given[1][name]
