@@ -493,7 +493,7 @@ def test_a_gan_at_rest_has_no_wrong_labels_and_no_saturated_output(tmp_path, in_
 
 @pytest.mark.parametrize("share", [0.5, 0.25])
 def test_guessing_a_coin_costs_no_more_than_a_bit(share):
-    from gaff.training.watch.step_facts import _of_probabilities
+    from gaff.training.watch.target_facts import _of_probabilities
 
     targets = (torch.arange(16)[:, None] < 16 * share).float()
     expected = -(share * math.log(share) + (1 - share) * math.log(1 - share))

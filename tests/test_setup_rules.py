@@ -535,7 +535,7 @@ def test_targets_of_what_is_left_out_may_be_anything(loss_of, is_told):
 
 
 def test_nothing_is_guessed_of_targets_between_zero_and_one():
-    from gaff.training.watch.step_facts import target_of
+    from gaff.training.watch.target_facts import target_of
 
     name, soft = "binary_cross_entropy_with_logits", torch.rand(64)
     assert math.isinf(target_of(name, soft, soft, {})["spread"])
@@ -544,7 +544,7 @@ def test_nothing_is_guessed_of_targets_between_zero_and_one():
 
 @pytest.mark.parametrize("count", [64, 1000])
 def test_guessing_by_how_often_each_class_comes(count):
-    from gaff.training.watch.step_facts import target_of
+    from gaff.training.watch.target_facts import target_of
 
     labels = torch.tensor([0, 0, 0, 1]).repeat(count // 4)
     entropy = target_of("cross_entropy", torch.zeros(count, 3), labels, {})["entropy"]
@@ -578,7 +578,7 @@ WEIGHTS = torch.tensor([1.0, 3.0, 7.0])
     [{"weight": WEIGHTS}, {"label_smoothing": 0.1}, {"weight": WEIGHTS, "label_smoothing": 0.2}, {"ignore_index": 0}],
 )
 def test_guessing_counts_weights_smoothing_and_labels_left_out(known):
-    from gaff.training.watch.step_facts import target_of
+    from gaff.training.watch.target_facts import target_of
 
     torch.manual_seed(0)
     labels = torch.multinomial(torch.tensor([0.7, 0.2, 0.1]), 3000, replacement=True)
@@ -588,7 +588,7 @@ def test_guessing_counts_weights_smoothing_and_labels_left_out(known):
 
 
 def test_guessing_counts_weights_of_positive_targets():
-    from gaff.training.watch.step_facts import target_of
+    from gaff.training.watch.target_facts import target_of
 
     torch.manual_seed(0)
     targets, weight = (torch.rand(500, 3) < torch.tensor([0.1, 0.3, 0.5])).float(), torch.tensor([9.0, 2.0, 1.0])

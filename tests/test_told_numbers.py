@@ -151,6 +151,34 @@ def test_trainings_have_targets_of_their_own(tmp_path):
     assert math.isclose(guesses[-1], 9.0, rel_tol=0.2)
 
 
+@pytest.mark.parametrize("loss", ["l1_loss", "smooth_l1_loss", "huber_loss"])
+def test_batches_that_are_groups_tell_together_what_guessing_gives(loss, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    levels, given = torch.randn(6) * 8, []
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for step in range(150):
+            given.append(levels[step % 6] + 0.5 * torch.randn(40, 1))
+            optimizer.zero_grad()
+            getattr(F, loss)(model(torch.randn(40, 3) + levels[step % 6] / 8), given[-1]).backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    guess = [event["guess"] for _, event in record.events("look") if "guess" in event][-1]
+    told = torch.cat(given)
+    assert math.isclose(guess, getattr(F, loss)(told.median().expand_as(told), told), rel_tol=0.02)
+    assert record.verdict.state == "healthy", record.verdict
+
+
+def test_of_many_rows_of_targets_as_many_are_kept_as_there_is_room_for():
+    from gaff.training.watch import target_facts
+
+    seen, whole = {}, torch.arange(5000.0)[:, None].repeat(1, 512)
+    for at in range(0, 5000, 37):
+        rows = target_facts._rows(seen, "l1_loss", whole[at : at + 37])
+    assert rows[:, 0].tolist() == list(range(0, 5000, 64))  # 128 rows of 512 fit
+
+
 def test_updates_that_are_sampled_count_whole(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 4))

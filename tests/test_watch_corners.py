@@ -346,7 +346,7 @@ def test_an_event_that_is_none_of_gaffs_is_an_error_of_the_record(tmp_path, even
     [
         ("gaff.training.watch.token_facts.TokenFacts.given", "sequences of tokens"),
         ("gaff.training.watch.batch_layout.BatchLayout.given", "what lies where in a batch"),
-        ("gaff.training.watch.step_facts.target_of", "targets"),
+        ("gaff.training.watch.target_facts.target_of", "targets"),
         ("gaff.training.watch.losses.facts_of_graph", "the graphs behind losses"),
         ("gaff.training.watch.attention.shown_by", "attention"),
     ],

@@ -15,7 +15,7 @@ from gaff.engine.process.functions import DROPOUTS, LOSSES, FunctionCalls, calli
 from gaff.training.watch.models import Models
 from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.shield import Shield
-from gaff.training.watch.step_facts import OVER_CLASSES
+from gaff.training.watch.target_facts import OVER_CLASSES
 
 _OFTEN = 3  # steps: what runs more often is a rollout or a teacher, which has no loss without gradients
 

@@ -26,7 +26,7 @@ from gaff.record.sample import Key, Sample
 from gaff.training.rules.judge import Judge
 from gaff.training.rules.known import known
 from gaff.training.rules.registry import Hit, Past, Rule
-from gaff.training.watch import record_place, step_facts
+from gaff.training.watch import record_place, step_facts, target_facts
 from gaff.training.watch.flight_recorder import FlightRecorder, changes
 from gaff.training.watch.losses import StepNumbers
 from gaff.training.watch.models import Model
@@ -321,7 +321,7 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
     if marks:
         plain["marks"] = [[*key, [float(f"{one:.9g}") for one in row]] for key, row in marks.items()]
     errors = [
-        one for one in told.get("targets", ()) if one["function"] in step_facts.ERRORS and math.isfinite(one["high"])
+        one for one in told.get("targets", ()) if one["function"] in target_facts.ERRORS and math.isfinite(one["high"])
     ]
     if errors:
         plain["reach"] = [min(one["low"] for one in errors), max(one["high"] for one in errors)]

@@ -33,7 +33,7 @@ from gaff.engine.process.functions import (
     drops,
     loss_calls,
 )
-from gaff.training.watch import step_facts
+from gaff.training.watch import step_facts, target_facts
 from gaff.training.watch.batch_layout import BatchLayout
 from gaff.training.watch.models import Models
 from gaff.training.watch.shield import Shield
@@ -182,11 +182,11 @@ class SetupFacts:
         is_constant = not target.requires_grad or name == "kl_div"  # of which each side may teach the other
         is_wanted = torch.is_grad_enabled() and is_constant and len(self._targets) < _MOST_TARGETS
         if is_plain and is_wanted:
-            told = self._attempt("targets", step_facts.target_of, name, output, target, self._seen.here(), known)
+            told = self._attempt("targets", target_facts.target_of, name, output, target, self._seen.here(), known)
             self._targets += [told] if told is not None else []
             if self._given and (not target.dim() or len(target) != self._rows):  # as of a part of what was given
                 self._mark((target,), {})
-            if name in step_facts.OVER_CLASSES:
+            if name in target_facts.OVER_CLASSES:
                 self._attempt(_TOKENS, self._tokens.target, target)
                 self._attempt(_LAYOUT, self._layout.target, target, known)
 
