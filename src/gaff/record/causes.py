@@ -226,7 +226,7 @@ def sorted_by_label(case: RunCase) -> Claim | None:
     finding = case.found("labels_constant")
     if (finding is None or finding.evidence.get("classes", 1) < 2) and case.order is not None:
         within, whole = (math.exp(one) for one in case.order)
-        told = f"the labels of a batch are as varied as {within:.2g} equally frequent ones, all labels as {whole:.2g}"
+        told = f"the labels of a batch are as varied as {within:.2g} equally frequent ones, of all looks as {whole:.2g}"
         return Claim("labels_constant", "likely", "the data comes in the order of its labels", (told,), 0,
                      "shuffle the data", ("learning_rate_too_high", "data_changes", "loss_spike", "gradient_spike",
                                           "update_large", "exploding", "dead_units"))  # fmt: skip

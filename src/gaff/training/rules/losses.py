@@ -400,7 +400,9 @@ def targets_add_up(sample: Sample, past: Past) -> Iterator[Hit]:
     to more than 1.05. Possible: they may be weighed on purpose."""
     for one in sample.facts.get("targets", ()):
         if one.get("beyond", 0.0) >= _SOME:
-            yield Hit(("", ""), f"{one['beyond']:.0%} of the targets of cross_entropy add up to more than one")
+            yield Hit(
+                ("", ""), f"{one['beyond']:.0%} of the targets of a batch add up to more than one (cross_entropy)"
+            )
 
 
 def _is_alone(sample: Sample) -> bool:
