@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import gaff
+from gaff.record.factors import guesses
+from gaff.training.watch import target_facts
 
 TEACHER = torch.randn(8, 5, generator=torch.Generator().manual_seed(5))
 
@@ -124,6 +126,23 @@ def test_a_sum_over_a_short_last_batch_is_of_the_usual_scale(tmp_path):
     assert "(multiplied by 4 before its backward pass" in str(record.verdict)
 
 
+def test_what_guessing_gives_is_of_the_usual_batch_where_the_last_is_short(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for step in range(60):
+            size = 5 if step % 20 == 19 else 32
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(torch.randn(size, 8)), torch.randn(size, 3)) * size
+            loss.backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert record.verdict.state != "suspicious", record.verdict
+    guess = guesses([(step, one) for step, one in record.events("look")])
+    assert math.isclose(guess["loss"], 32.0, rel_tol=0.1)
+
+
 def test_what_is_only_logged_tells_nothing_of_guessing(tmp_path):
     def logged(_, model, optimizer):
         x, y = labelled(64)
@@ -171,8 +190,6 @@ def test_batches_that_are_groups_tell_together_what_guessing_gives(loss, tmp_pat
 
 
 def test_of_many_rows_of_targets_as_many_are_kept_as_there_is_room_for():
-    from gaff.training.watch import target_facts
-
     seen, whole = {}, torch.arange(5000.0)[:, None].repeat(1, 512)
     for at in range(0, 5000, 37):
         rows = target_facts._rows(seen, "l1_loss", whole[at : at + 37])

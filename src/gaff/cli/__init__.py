@@ -3,7 +3,7 @@
 Each command is a file of this folder, with its one-line summary, its parser and its run: see ``Command``. A new
 command is such a file and a line in ``COMMANDS``. The other files hold what several commands need: ``parser`` reads
 words, ``options`` declares what commands share, ``models``, ``inputs`` and ``tensors`` make what words name,
-``printing`` prints, ``launch``, ``processes`` and ``script`` run programs.
+``printing`` prints, ``launch``, ``processes``, ``signals`` and ``script`` run programs.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ class HandedOn:
     """A block in which the signals that would end this process, or ask it for something, go to its command instead.
 
     One that comes before the command is known is kept for it. What this process was started to ignore, as under
-    ``nohup``, is ignored until then: the command inherits that, and could not inherit a handler. Until
-    then Ctrl-C ends this process.
+    ``nohup``, is ignored until then: the command inherits that, and could not inherit a handler. Until then Ctrl-C ends
+    this process.
     """
 
     def __init__(self) -> None:

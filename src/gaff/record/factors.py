@@ -66,28 +66,27 @@ def guesses(looks: list[Look]) -> dict[str, float]:
     """What guessing gives, by the name of a loss: the mean over the looks.
 
     Of a loss over few classes it is the entropy of the labels of all looks together, since batches of a few have less;
-    of one over many, or with weights or smoothing, and of squared errors and truths the last look has it, which was
-    told by all targets so far.
+    of one over many, or with weights or smoothing, and of errors and truths the last look has it, which was told by all
+    targets so far. Each is told without the factor of its look, and then with that of the run.
     """
-    found: dict[str, list[tuple[int, float]]] = {}
+    found: dict[str, list[float]] = {}
+    pooled: dict[str, float] = {}
     labels: dict[str, list[Counter[int]]] = {}
-    for step, one in looks:
-        if isinstance(one.get("guess"), float):
-            found.setdefault(str(one["guess_of"]), []).append((step, one["guess"]))
+    for _, one in looks:
+        name = str(one.get("guess_of", ""))
+        by = one["factor"] if one.get("factor_of") == name else 1.0
+        if isinstance(one.get("guess"), float) and by:
+            found.setdefault(name, []).append(one["guess"] / by)
+            pooled |= {name: one["guess"] / by} if one.get("is_pooled") else {}
             if isinstance(one.get("labels"), list):
-                labels.setdefault(str(one["guess_of"]), []).append(Counter(dict(enumerate(map(int, one["labels"])))))
-    guess = {name: statistics.fmean(value for _, value in at_first_scale(name, values, looks))
-             for name, values in found.items()}  # fmt: skip
-    whole = {str(one["guess_of"]): (step, one["guess"]) for step, one in looks
-             if one.get("is_pooled") and isinstance(one.get("guess"), float)}  # fmt: skip
-    pooled = {name: at_first_scale(name, [last], looks)[0][1] for name, last in whole.items()}
-    guess |= pooled
+                labels.setdefault(name, []).append(Counter(dict(enumerate(map(int, one["labels"])))))
+    guess = {name: statistics.fmean(values) for name, values in found.items()} | pooled
     for name, counts in labels.items():
         total = sum(counts, Counter())
         if name not in pooled and len(counts) == len(found[name]) and total:
             shares = [count / total.total() for count in total.values()]
-            guess[name] = factor_of(name, looks) * -sum(one * math.log(one) for one in shares)
-    return guess
+            guess[name] = -sum(one * math.log(one) for one in shares)
+    return {name: factor_of(name, looks) * value for name, value in guess.items()}
 
 
 def _told(what: str, name: str, looks: list[Look]) -> list[float]:

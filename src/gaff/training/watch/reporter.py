@@ -308,7 +308,7 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
 
     ``guess`` is what guessing gives: of a loss over classes the entropy of the labels where they were seen, else the
     logarithm of the number of classes; of a logistic loss without targets, as of pairs, ln 2; of others what the spread
-    of the targets over a batch makes of the loss. ``labels``: how often each class comes, of a few; of more the guess
+    of the targets makes of the loss. ``labels``: how often each class comes, of a few; of more the guess
     is by all looks so far (``is_pooled``); ``among``: how many classes there are. ``reach``: the least and the largest
     target of squared and absolute errors.
     """
