@@ -33,7 +33,7 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 46_680
+MOST_LINES = 46_700
 MOST_OF_CORE = 15_875
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 

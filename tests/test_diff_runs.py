@@ -158,3 +158,25 @@ def test_what_layers_inside_are_given_is_no_batch(tmp_path):
     found = gaff.diff(gaff.load(tmp_path / "single"), gaff.load(tmp_path / "double"))
     assert "different batches" not in found.verdict
     assert next(row.state for row in found.rows if row.phase == "batch") == "close"
+
+
+@pytest.mark.parametrize("begin", [0.0, 0.5])
+def test_parameters_that_rounding_moves_are_no_difference(begin, tmp_path):
+    for name, factor in (("one", 1.0), ("other", 1.0 + 2e-7)):  # as of another order of summation
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+        with torch.no_grad():
+            net[0].bias += begin * (name == "other")
+        optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+        with gaff.watch(net, out=tmp_path / name, every=1):
+            for step in range(10):
+                x, y = INPUTS[32 * step : 32 * step + 32], LABELS[32 * step : 32 * step + 32]
+                optimizer.zero_grad()
+                (factor * F.cross_entropy(net(x), y)).backward()
+                optimizer.step()
+    found = gaff.diff(gaff.load(tmp_path / "one"), gaff.load(tmp_path / "other"))
+    if begin:
+        assert found.verdict.startswith("they differ first at 0.bias:param at step 0")
+    else:
+        assert found.verdict.startswith("equal within rounding or noise")
+        assert any("whose gradients are rounding" in note and note.endswith(": 0.bias") for note in found.notes)

@@ -7,18 +7,20 @@ says little. Each site is measured by its own noise (``_noise``). Only the first
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gaff.inspection.diff.difference import ROUNDOFF, Difference, DiffRow, shown, state_of
+from gaff.inspection.diff.pairs import Pair
 from gaff.inspection.diff.run_lines import NUMBERS, Line, lines_of, marked_apart, pairing_of
 from gaff.record.run import Record
 from gaff.record.summary import summary_of
 
 _ODD = ("nan", "positive_inf", "negative_inf")
 _LEAST = 1e-3  # of the median rms of a port: gradients below it are rounding of the others
+_FAR_LESS = 1e-2
 _ROUNDING = 1e-5  # what another order of summation makes of single precision in a few steps
 _DEVIATIONS = 4.0
 _JUMP = 100.0  # times rounding: what the first number that differs at all cannot differ by, had rounding made it
@@ -43,11 +45,11 @@ def part_records(
     """
     lines_a, lines_b = lines_of(a), lines_of(b)
     pairing = pairing_of(lines_a, lines_b, (_classes(a), _classes(b)), by_hand)
-    pairs, (left_a, left_b) = pairing.pairs, pairing.left()
+    left_a, left_b = pairing.left()
     types = _types(a), _types(b)
     rounding = max([_ROUNDING, *(_COARSE * ROUNDOFF.get(one, 0.0) for one in types[0] | types[1])])
-    notes: list[str] = []
     least = _least([*lines_a, *lines_b])
+    pairs, notes = _steady(pairing.pairs, lines_a, lines_b, least, rounding)
     looked = [_looked(record) for record in (a, b)]
     both = [(lines_a[pair.a], lines_b[pair.b]) for pair in pairs]
     first = _first_apart(both, least, 0.0)
@@ -62,6 +64,7 @@ def part_records(
     beyond = _first_apart(both, least, rounding) if tolerance is None else None
     is_sudden = first is not None and beyond is not None and first.line is beyond.line and first.step == beyond.step
     is_sudden = is_sudden and first is not None and first.delta > _JUMP * rounding
+    unseen: list[str] = []
     for pair, (one, other) in zip(pairs, both, strict=True):
         is_jump = is_sudden and first is not None and one is first.line
         allowed = rounding if is_jump else tolerance
@@ -69,7 +72,7 @@ def part_records(
         row = row or _site(one, other, pair.how, allowed, rounding, least.get(one.port, 0.0))
         row = _weights(one, other, pair.how, row, rounding if tolerance is None else tolerance)
         if row is None:
-            notes.append(f"{lines_a[pair.a].name} was never looked at in the same step")
+            unseen.append(f"{lines_a[pair.a].name} was never looked at in the same step")
         else:
             rows.append(row)
     place = {line.name: at for at, line in enumerate(lines_a)}
@@ -80,8 +83,9 @@ def part_records(
         return step, _ORDER.index(row.phase), place.get(row.site, 0)
 
     rows.sort(key=order)
-    if len(notes) > 3:
-        notes = [f"{len(notes)} sites were never looked at in the same step"]
+    if len(unseen) > 3:
+        unseen = [f"{len(unseen)} sites were never looked at in the same step"]
+    notes += unseen
     shared = len(looked[0] & looked[1])
     notes[:0] = _settings(a, b)
     if a.steps != b.steps or looked[0] != looked[1]:
@@ -153,6 +157,40 @@ def _least(lines: list[Line]) -> dict[str, float]:
             if len(known):
                 sizes.setdefault(line.port, []).append(float(np.median(known)))
     return {port: _LEAST * float(np.median(known)) for port, known in sizes.items()}
+
+
+def _steady(
+    pairs: Sequence[Pair], lines_a: list[Line], lines_b: list[Line], least: Mapping[str, float], rounding: float
+) -> tuple[list[Pair], list[str]]:
+    """The pairs without those of parameters that rounding alone moves in both runs, and their updates; and a note.
+
+    Where a gradient is rounding, see ``_least``, an optimizer that divides by its size, as Adam does, moves the
+    parameter all the same. Where it was another one before the first step, it stays in.
+    """
+    adrift = _adrift(lines_a, least), _adrift(lines_b, least)
+    kept, moved = [], set()
+    for pair in pairs:
+        both = lines_a[pair.a], lines_b[pair.b]
+        paths = [line.site.rpartition(":")[0] for line in both]
+        is_moved = both[0].port in ("param", "update") and paths[0] in adrift[0] and paths[1] in adrift[1]
+        if is_moved and marked_apart(*both) <= rounding:
+            moved.add(paths[0])
+        else:
+            kept.append(pair)
+    some = ", ".join(sorted(moved)[:3]) + (", ..." if len(moved) > 3 else "")
+    told = f"parameters whose gradients are rounding move by it, and were not compared after the first step: {some}"
+    return kept, [told] if moved else []
+
+
+def _adrift(lines: list[Line], least: Mapping[str, float]) -> frozenset[str]:
+    """The parameters of a run whose gradients are rounding at all looks, far below what ``_least`` tells: a layer may
+    have small ones that mean something."""
+    found = set()
+    for line in lines:
+        sizes = line.values["rms"][np.isfinite(line.values["rms"])]
+        if line.port == "grad" and len(sizes) and float(sizes.max()) < _FAR_LESS * least.get("grad", 0.0):
+            found.add(line.site.rpartition(":")[0])
+    return frozenset(found)
 
 
 def _absent(one: Line, other: Line, how: str, looked: frozenset[int]) -> DiffRow | None:

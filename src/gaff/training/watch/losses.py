@@ -215,12 +215,8 @@ class Losses:
             before = self.facts.get(kind)
             is_known = before is not None and name == (before["loss"] if isinstance(before, dict) else before)
             is_other = kind != "summed" and before != found.get(kind)
-            if (
-                kind == "summed" and isinstance(before, dict) and is_known and kind in found
-            ):  # passes may divide by what they have together
-                passes = self._now[name][1]
-                mean = (passes * before["by"] + found[kind]["by"]) / (passes + 1)
-                found[kind] = {"loss": name, "by": mean}  # perhaps a tensor, which nobody waits for
+            if kind == "summed" and is_known and kind in found:
+                found[kind] = _of_passes(self._now[name][1], before, found[kind])
             if is_known != (kind in found) or (is_known and is_other):
                 found.pop(kind, None)
                 if is_known:
@@ -360,7 +356,15 @@ class PastLosses:
         """Mean and standard deviation (of the population) of the values held; there must be one at least."""
         count = len(self.values)
         mean = sum(self.values) / count
-        return mean, math.dist(self.values, repeat(mean, count)) / math.sqrt(count)  # in C: asked at each step
+        return mean, math.dist(self.values, repeat(mean, count)) / math.sqrt(count)
+
+
+def _of_passes(count: int, before: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """How many times its mean a loss is that was ``summed``, as one more pass after ``count`` of a step has ``found``.
+
+    The mean over the passes, which may divide by what they have together; perhaps a tensor, which nobody waits for.
+    """
+    return {**found, "by": (count * before["by"] + found["by"]) / (count + 1)}
 
 
 def _weight(loss: Tensor | None) -> float:

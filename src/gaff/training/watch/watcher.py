@@ -224,7 +224,10 @@ class Watcher:
 
     def _step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped; the leading one ends the step of the run, at once where there is no other."""
-        if not self._steps.optimizers.leaves_out(optimizer) and self._looks.stepped(optimizer, self._steps):
+        if self._steps.optimizers.leaves_out(optimizer):
+            return
+        self.shield.thread.has_trained = True
+        if self._looks.stepped(optimizer, self._steps):
             self._losses.lr, began = rate_of(optimizer), self._steps.at.began
             self._flight.ended(self.step, perf_counter() - began, self._losses.numbers(), self._batches.samples)
             self._looks.tell_held(self.reporter.add, self.step)
