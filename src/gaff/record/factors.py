@@ -73,9 +73,11 @@ def guesses(looks: list[Look]) -> dict[str, float]:
     pooled: dict[str, float] = {}
     labels: dict[str, list[Counter[int]]] = {}
     for _, one in looks:
-        name = str(one.get("guess_of", ""))
+        if not isinstance(one.get("guess"), float):
+            continue
+        name = str(one["guess_of"])
         by = one["factor"] if one.get("factor_of") == name else 1.0
-        if isinstance(one.get("guess"), float) and by:
+        if by:
             found.setdefault(name, []).append(one["guess"] / by)
             pooled |= {name: one["guess"] / by} if one.get("is_pooled") else {}
             if isinstance(one.get("labels"), list):
