@@ -476,7 +476,8 @@ def _factor(finding: Finding) -> float:
 
 
 def _rate(case: RunCase, step: int) -> tuple[float | None, bool]:
-    """The learning rate about a step, and whether it was raised by then, also for a few steps. Else the first one."""
+    """The learning rate about a step, where it was raised in the run or for a few steps there, else the first one; and
+    whether it was raised."""
     if case.lr is None or not case.lr.values:
         return None, False
     there = case.lr.highest_from(step)

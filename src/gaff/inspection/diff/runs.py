@@ -20,7 +20,7 @@ from gaff.record.summary import summary_of
 
 _ODD = ("nan", "positive_inf", "negative_inf")
 _LEAST = 1e-3  # of the median rms of a port: gradients below it are rounding of the others
-_FAR_LESS = 1e-2
+_FAR_LESS = 1e-2  # of that: a gradient that is so small at all looks is nothing but rounding
 _ROUNDING = 1e-5  # what another order of summation makes of single precision in a few steps
 _DEVIATIONS = 4.0
 _JUMP = 100.0  # times rounding: what the first number that differs at all cannot differ by, had rounding made it
@@ -165,7 +165,7 @@ def _steady(
     """The pairs without those of parameters that rounding alone moves in both runs, and their updates; and a note.
 
     Where a gradient is rounding, see ``_least``, an optimizer that divides by its size, as Adam does, moves the
-    parameter all the same. Where it was another one before the first step, it stays in.
+    parameter all the same. Where it was another one before the first step, or its marks do not tell, it stays in.
     """
     adrift = _adrift(lines_a, least), _adrift(lines_b, least)
     kept, moved = [], set()
@@ -173,7 +173,8 @@ def _steady(
         both = lines_a[pair.a], lines_b[pair.b]
         paths = [line.site.rpartition(":")[0] for line in both]
         is_moved = both[0].port in ("param", "update") and paths[0] in adrift[0] and paths[1] in adrift[1]
-        if is_moved and marked_apart(*both) <= rounding:
+        is_told = both[0].port == "update" or all(line.marks for line in both)
+        if is_moved and is_told and marked_apart(*both) <= rounding:
             moved.add(paths[0])
         else:
             kept.append(pair)

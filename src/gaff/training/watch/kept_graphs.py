@@ -22,13 +22,13 @@ from gaff.compat.autograd import (
     sequence_of,
     takes_gradient,
 )
-from gaff.training.watch.loss_graph import first_numbers, reaches
 
 _MOST_TENSORS = 16  # of one value
 _RUNS = 8  # of an evaluation whose graphs are all still there, before somebody is said to hold them
 _FAR = 10_000  # nodes behind a loss among which those that were marked are looked for
 _BEHIND = 16  # nodes nearest to a loss, one of which is enough
 _APART, _MARKS = 10, 32  # steps between those that are marked, and how many are known
+_FIRST, _NEAR = 4, 64  # nodes behind a loss that are compared with those of the next step
 _HELD, _SPAN = 8, 200  # how many of the latest marks are still there, and over how many steps
 
 
@@ -117,7 +117,7 @@ class LossGraphs:
 
     def add(self, loss: Tensor) -> None:
         """Backward begins from this loss; known are the first nodes behind it."""
-        self._ends[1].update(first_numbers(loss))
+        self._ends[1].update(_first_numbers(loss))
 
     def step_ends(self) -> None:
         """The next loss is one of another step."""
@@ -126,7 +126,7 @@ class LossGraphs:
 
     def are_inside(self, loss: Tensor) -> bool:
         """Whether the graph behind this loss holds one of the step before."""
-        return bool(self._ends[0]) and reaches(loss, self._ends[0])
+        return bool(self._ends[0]) and _reaches(loss, self._ends[0])
 
     def are_held(self, loss: Tensor, name: str) -> bool:
         """Mark the first loss of this name in a step that is looked at; returns whether those of earlier ones are held.
@@ -152,3 +152,35 @@ def _latest(marks: Sequence[tuple[int, ref[Any]]]) -> list[ref[Any]]:
             break
         found.append((step, life))
     return [life for _, life in found] if found and found[0][0] - found[-1][0] >= _SPAN else []
+
+
+def _first_numbers(loss: Tensor) -> list[int]:
+    """The numbers of the first four nodes behind a loss, along the first input of each; no others have them.
+
+    Those of leaves are left out: a parameter has one node as long as any graph holds it.
+    """
+    node: Any = loss.grad_fn
+    found: list[int] = []
+    while node is not None and len(found) < _FIRST:
+        following = node.next_functions  # made anew each time
+        if not following:
+            break
+        found.append(sequence_of(node))
+        for node, _ in following:
+            if node is not None:
+                break
+    return found
+
+
+def _reaches(loss: Tensor, numbers: set[int]) -> bool:
+    """Whether a node of these numbers is among the first 64 behind a loss.
+
+    Not one that converts a parameter: autocast around the whole loop shares these between steps.
+    """
+    near = islice(nodes_behind(nodes_of([loss])), _NEAR)
+    return any(sequence_of(node) in numbers and not _converts_a_leaf(node) for node in near)
+
+
+def _converts_a_leaf(node: Any) -> bool:
+    ends = [one.name() for one, _ in node.next_functions if one is not None]
+    return node.name().startswith("ToCopyBackward") and all(end.endswith("AccumulateGrad") for end in ends)

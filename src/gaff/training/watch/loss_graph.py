@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gaff.compat.autograd import kept_by, nodes_behind, nodes_of, sequence_of
+from gaff.compat.autograd import kept_by, nodes_behind, nodes_of
 from gaff.training.watch.loss_terms import (
     BY_HAND,
     MEANS,
@@ -32,7 +32,6 @@ from gaff.training.watch.loss_terms import (
 from gaff.training.watch.models import Models
 
 _MOST_NODES = 1000
-_FIRST, _NEAR = 4, 64  # nodes behind a loss that are compared with those of the next step
 _LAYERS = ("AddmmBackward", "MmBackward", "ConvolutionBackward")
 _SUM = 2  # torch's number of that reduction
 _OF_TARGETS = ("NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "KlDiv")
@@ -319,38 +318,6 @@ def is_of_others(loss: Tensor, models: Models) -> bool:
             return False
         is_any = is_any or (leaf is not None and models.is_of_another(leaf))
     return is_any
-
-
-def first_numbers(loss: Tensor) -> list[int]:
-    """The numbers of the first four nodes behind a loss, along the first input of each; no others have them.
-
-    Those of leaves are left out: a parameter has one node as long as any graph holds it.
-    """
-    node: Any = loss.grad_fn
-    found: list[int] = []
-    while node is not None and len(found) < _FIRST:
-        following = node.next_functions  # made anew each time
-        if not following:
-            break
-        found.append(sequence_of(node))
-        for node, _ in following:
-            if node is not None:
-                break
-    return found
-
-
-def reaches(loss: Tensor, numbers: set[int]) -> bool:
-    """Whether a node of these numbers is among the first 64 behind a loss.
-
-    Not one that converts a parameter: autocast around the whole loop shares these between steps.
-    """
-    near = islice(nodes_behind(nodes_of([loss])), _NEAR)
-    return any(sequence_of(node) in numbers and not _converts_a_leaf(node) for node in near)
-
-
-def _converts_a_leaf(node: Any) -> bool:
-    ends = [one.name() for one, _ in node.next_functions if one is not None]
-    return node.name().startswith("ToCopyBackward") and all(end.endswith("AccumulateGrad") for end in ends)
 
 
 def _spread(chain: list[Any], *, is_meant_by: tuple[str, ...] = ()) -> dict[str, Any] | None:
